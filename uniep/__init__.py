@@ -1,0 +1,1 @@
+"""UniEP: the expert-parallel MoE block as two fused kernels, bit for bit TorchTitan's own."""
