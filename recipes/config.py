@@ -1,0 +1,30 @@
+"""The config sections that this recipe adds to TorchTitan's (`[job] custom_config_module = "recipes.config"`)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Backend = Literal["auto", "uniep", "reference", "torchtitan"]
+
+
+@dataclass
+class Model:
+    n_layers: int | None = None
+    """Keep only this many of the flavor's layers, so that a real model's layers fit on few GPUs. None keeps all."""
+
+
+@dataclass
+class UniEP:
+    backend: Backend = "auto"
+    """
+    Which MoE block runs.
+    - "torchtitan": TorchTitan's own block, untouched.
+    - "reference": ours in plain PyTorch and collectives, on GPUs and CPUs. The same bits as "torchtitan" on GPUs.
+    - "uniep": the fused kernels.
+    - "auto": the best of these that this machine runs; the log and run.json say which.
+    """
+
+
+@dataclass
+class JobConfig:
+    model: Model = field(default_factory=Model)
+    uniep: UniEP = field(default_factory=UniEP)
