@@ -1,0 +1,144 @@
+"""Checks a config against the models, the ranks and the machine, before any mesh or GPU memory exists."""
+
+import difflib
+import math
+import os
+from pathlib import Path
+
+from torchtitan.config import JobConfig
+
+from recipes.backend import BackendError, resolve_backend
+from recipes.data import DataError, check_data
+from recipes.families import FAMILIES
+from recipes.load import ConfigError
+from uniep.shapes import MoEShape, ShapeError
+
+
+def check_config(config: JobConfig, world_size: int) -> None:
+    """Raises ConfigError with one line that names the TOML key, the rule and the value.
+
+    Args:
+        world_size: ranks of the whole run.
+    """
+    _check_model(config)
+    _check_training(config, world_size)
+    _check_parallelism(config, world_size)
+    try:
+        backend = resolve_backend(config.uniep.backend)
+    except BackendError as error:
+        raise ConfigError(str(error)) from None
+    if backend != "torchtitan":
+        _check_ours(config, backend)
+    try:
+        check_data(config)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_model(config: JobConfig) -> None:
+    model = config.model
+    if model.name not in FAMILIES:
+        raise ConfigError(f"[model] name must be one of {', '.join(FAMILIES)}, got \"{model.name}\"{_near(model.name, FAMILIES)}")
+    flavors = FAMILIES[model.name].model_args
+    if model.flavor not in flavors:
+        raise ConfigError(
+            f'[model] flavor must be one of {", ".join(flavors)} for name = "{model.name}", '
+            f'got "{model.flavor}"{_near(model.flavor, flavors)}'
+        )
+    args = flavors[model.flavor]
+    if model.n_layers is not None and not 1 <= model.n_layers <= args.n_layers:
+        raise ConfigError(
+            f'[model] n_layers must be 1 to {args.n_layers} for flavor "{model.flavor}", got {model.n_layers}'
+        )
+    tokenizer = Path(model.hf_assets_path)
+    if not tokenizer.is_dir() or not any((tokenizer / f).exists() for f in ("tokenizer.json", "vocab.json", "vocab.txt")):
+        raise ConfigError(
+            f'[model] hf_assets_path must be a folder with a tokenizer, got "{model.hf_assets_path}"; '
+            "the recipe's own is ./train_configs/tokenizer"
+        )
+
+
+def _check_training(config: JobConfig, world_size: int) -> None:
+    training = config.training
+    for key in ("seq_len", "local_batch_size", "steps"):
+        if getattr(training, key) < 1:
+            raise ConfigError(f"[training] {key} must be at least 1, got {getattr(training, key)}")
+
+
+def _check_parallelism(config: JobConfig, world_size: int) -> None:
+    parallelism = config.parallelism
+    degrees = {
+        key: getattr(parallelism, key)
+        for key in (
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "context_parallel_degree",
+            "tensor_parallel_degree",
+            "pipeline_parallel_degree",
+            "expert_parallel_degree",
+            "expert_tensor_parallel_degree",
+        )
+    }
+    for key, degree in degrees.items():
+        if degree < 1 and not (key == "data_parallel_shard_degree" and degree == -1):
+            raise ConfigError(f"[parallelism] {key} must be at least 1, got {degree}")
+    ep = degrees["expert_parallel_degree"]
+    shard = degrees["data_parallel_shard_degree"]
+    others = math.prod(
+        degrees[f"{name}_degree"]
+        for name in ("data_parallel_replicate", "context_parallel", "tensor_parallel", "pipeline_parallel")
+    )
+    if shard == -1:
+        shard = max(world_size // others, 1)
+    if shard * others != world_size:
+        raise ConfigError(
+            "[parallelism] the degrees (data_parallel_replicate * data_parallel_shard * context * tensor * pipeline) "
+            f"must multiply to the number of ranks = {world_size} (NNODES * NGPU), got {shard * others}"
+        )
+    args = FAMILIES[config.model.name].model_args[config.model.flavor]
+    try:
+        MoEShape(args.moe_args.num_experts, args.moe_args.top_k, args.dim, args.moe_inter_dim, ep)
+    except ShapeError:
+        raise ConfigError(
+            f"[parallelism] expert_parallel_degree must divide the {args.moe_args.num_experts} experts of "
+            f'[model] flavor = "{config.model.flavor}", got {ep}'
+        ) from None
+    ranks = shard * degrees["context_parallel_degree"] * degrees["tensor_parallel_degree"]
+    if ranks % (ep * degrees["expert_tensor_parallel_degree"]):
+        raise ConfigError(
+            "[parallelism] expert_parallel_degree must divide the ranks that share a replica = "
+            f"{ranks} (of {world_size}, NNODES * NGPU), got {ep}"
+        )
+    batch_ranks = shard * degrees["data_parallel_replicate_degree"]
+    training = config.training
+    if training.global_batch_size > 0 and training.global_batch_size % (training.local_batch_size * batch_ranks):
+        raise ConfigError(
+            f"[training] global_batch_size must be a multiple of local_batch_size * data-parallel ranks = "
+            f"{training.local_batch_size} * {batch_ranks}, got {training.global_batch_size}"
+        )
+
+
+def _check_ours(config: JobConfig, backend: str) -> None:
+    parallelism = config.parallelism
+    if parallelism.tensor_parallel_degree > 1:
+        raise ConfigError(
+            f'[parallelism] tensor_parallel_degree must be 1 with [uniep] backend = "{backend}", '
+            f'got {parallelism.tensor_parallel_degree}; only backend = "torchtitan" combines it with expert parallelism'
+        )
+    if parallelism.expert_parallel_comm_backend != "standard":
+        raise ConfigError(
+            f'[parallelism] expert_parallel_comm_backend must be "standard" with [uniep] backend = "{backend}", '
+            f'got "{parallelism.expert_parallel_comm_backend}"'
+        )
+
+
+def world_size_from_env() -> int:
+    """The ranks that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _near(value: str, valid) -> str:
+    near = difflib.get_close_matches(value, list(valid), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+

@@ -1,0 +1,165 @@
+"""Text to train on: the standard library's sources, local files, and the data sets that TorchTitan knows.
+
+Importing this module adds "stdlib" and "local" to TorchTitan's data sets; its own data loader reads them.
+"""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+from torchtitan.config import JobConfig
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+
+EMBEDDED = "stdlib"
+LOCAL = "local"
+# How the `datasets` library reads a file of each suffix.
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+_HASH_CONTENT_UP_TO_BYTES = 8 << 30
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on."""
+
+
+@dataclass(frozen=True)
+class DataFingerprint:
+    """What a run was trained on.
+
+    Attributes:
+        sha256: of names and contents; above 8 GiB of names and sizes; None for a data set that lies on a hub.
+        sha256_of: "contents", "names and sizes" or "nothing (remote)".
+        tokenizer_sha256: of the tokenizer's files.
+    """
+
+    dataset: str
+    path: str | None
+    sha256: str | None
+    sha256_of: str
+    tokenizer_sha256: str
+
+
+def stdlib_files() -> list[tuple[str, Path]]:
+    """The running Python's own modules as (name, path), tests left out.
+
+    They come in the order of their names' hashes, so that neighbouring samples are not from one package.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [f for f in subfolders if f not in ("site-packages", "dist-packages", "test", "tests", "__pycache__")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    named = [(path.relative_to(root).as_posix(), path) for path in files]
+    return sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+
+
+def local_files(path: str) -> list[Path]:
+    """The files behind a path: a file, a folder (searched through), or a glob pattern; in the order of their names.
+
+    Raises:
+        DataError: nothing there that can be read as text, or files of several kinds.
+    """
+    where = Path(path)
+    if where.is_file():
+        found = [where]
+    elif where.is_dir():
+        found = sorted(p for p in where.rglob("*") if p.suffix in _BUILDERS)
+    else:
+        found = sorted(Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file())
+    rule = f"[training] dataset_path must be a file, folder or pattern of {', '.join(_BUILDERS)} files"
+    if not found:
+        raise DataError(f'{rule}, got "{path}", where there is none')
+    kinds = {_BUILDERS.get(p.suffix) for p in found}
+    if None in kinds or len(kinds) > 1:
+        raise DataError(f'{rule} of one kind, got "{path}" with {sorted({p.suffix or p.name for p in found})}')
+    return found
+
+
+def check_data(job_config: JobConfig) -> None:
+    """Raises DataError where the configured data cannot be found or holds no text. Touches the first texts only."""
+    name, path = job_config.training.dataset.lower(), job_config.training.dataset_path
+    if name not in DATASETS:
+        raise DataError(f"[training] dataset must be one of {', '.join(sorted(DATASETS))}, got \"{name}\"")
+    if name != LOCAL:
+        return
+    if not path:
+        raise DataError(f'[training] dataset_path must name text files for dataset = "{LOCAL}", got nothing')
+    files = local_files(path)
+    try:
+        has_text = any(text.strip() for text in _first_texts(files))
+    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
+        raise DataError(f'[training] dataset_path must hold readable text, got "{path}": {error}') from error
+    if not has_text:
+        raise DataError(f'[training] dataset_path must hold text, got "{path}" with none in its first records')
+
+
+def fingerprint(job_config: JobConfig) -> DataFingerprint:
+    """Hashes the data and the tokenizer of a config."""
+    name, path = job_config.training.dataset.lower(), job_config.training.dataset_path
+    tokenizer = sorted(p for p in Path(job_config.model.hf_assets_path).glob("*") if p.name in _TOKENIZER_FILES)
+    tokenizer_sha256 = _hash_files([(p.name, p) for p in tokenizer])
+    if name == EMBEDDED:
+        return DataFingerprint(name, path, _hash_files(stdlib_files()), "contents", tokenizer_sha256)
+    if name == LOCAL and path:
+        files = [(p.name, p) for p in local_files(path)]
+        total_bytes = sum(p.stat().st_size for _, p in files)
+        if total_bytes <= _HASH_CONTENT_UP_TO_BYTES:
+            return DataFingerprint(name, path, _hash_files(files), "contents", tokenizer_sha256)
+        digest = hashlib.sha256(repr([(n, p.stat().st_size) for n, p in files]).encode()).hexdigest()
+        return DataFingerprint(name, path, digest, "names and sizes", tokenizer_sha256)
+    return DataFingerprint(name, path, None, "nothing (remote)", tokenizer_sha256)
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
+
+
+def _hash_files(files: list[tuple[str, Path]]) -> str:
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _load_stdlib(path: str) -> datasets.Dataset:
+    texts = [file.read_text(encoding="utf-8", errors="replace") for _, file in stdlib_files()]
+    return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
+
+
+def _load_local(path: str) -> datasets.Dataset:
+    files = local_files(path)
+    builder = _BUILDERS[files[0].suffix]
+    options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
+    loaded = datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
+    if "text" not in loaded.column_names:
+        raise DataError(f'[training] dataset_path must hold records with a "text" field, got {loaded.column_names}')
+    return loaded.filter(lambda text: bool(text and text.strip()), input_columns="text")
+
+
+def _first_texts(files: list[Path], most: int = 1000) -> Iterator[str]:
+    builder = _BUILDERS[files[0].suffix]
+    if builder == "text":
+        for file in files[:most]:
+            yield file.read_text(encoding="utf-8")
+        return
+    stream = datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", streaming=True)
+    for record in stream.take(most):
+        if not isinstance(record.get("text"), str):
+            raise ValueError(f'records must have a "text" field with a string, got fields {sorted(record)}')
+        yield record["text"]
+
+
+def _text(sample: dict[str, Any]) -> str:
+    return sample["text"]
+
+
+DATASETS[EMBEDDED] = DatasetConfig(path="the standard library's sources", loader=_load_stdlib, sample_processor=_text)
+DATASETS[LOCAL] = DatasetConfig(path="", loader=_load_local, sample_processor=_text)

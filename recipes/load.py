@@ -1,0 +1,140 @@
+"""Reads a config: TorchTitan's ConfigManager, with errors that name the key, the rule and the value."""
+
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import tomli
+from torchtitan.config import ConfigManager, JobConfig
+
+# So that a TorchTitan TOML runs as it is: the modules that add our sections and our model families.
+_OUR_MODULES = {("job", "custom_config_module"): "recipes.config", ("experimental", "custom_import"): "recipes.families"}
+
+
+class ConfigError(ValueError):
+    """A config that cannot run. The text is one line for the user."""
+
+
+def load_config(args: list[str]) -> JobConfig:
+    """Reads the TOML named by --job.config_file and the overrides behind it.
+
+    Args:
+        args: command line without the program, as TorchTitan takes it.
+
+    Raises:
+        ConfigError: the file is missing or no TOML, or a key or value is not valid.
+        SystemExit: --help, or a value on the command line that does not parse; its message is printed.
+    """
+    path = _config_path(args)
+    values = _read_toml(path) if path else {}
+    for (section, key), module in _OUR_MODULES.items():
+        configured = values.get(section, {}).get(key) if isinstance(values.get(section, {}), dict) else None
+        if not configured and not any(arg.split("=")[0].replace("-", "_") == f"__{section}.{key}" for arg in args):
+            args = [*args, f"--{section}.{key}={module}"]
+    manager = ConfigManager()
+    config_class = manager._maybe_add_custom_config(args, values)
+    _check_values(config_class, values, (), path)
+    _check_arguments(config_class, args)
+    return manager.parse_args(args)
+
+
+def known_keys(config_class: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every (section, ..., key) of a config class."""
+    for f in fields(config_class):
+        if isinstance(f.type, type) and is_dataclass(f.type):
+            yield from known_keys(f.type, (*prefix, f.name))
+        else:
+            yield (*prefix, f.name)
+
+
+def _config_path(args: list[str]) -> str | None:
+    for index, arg in enumerate(args):
+        name, _, value = arg.partition("=")
+        if name.replace("-", "_") == "__job.config_file":
+            if value or index + 1 < len(args):
+                return value or args[index + 1]
+            raise ConfigError("--job.config_file must name a TOML file, got nothing")
+    return None
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        return tomli.loads(Path(path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigError(f'--job.config_file must be a TOML file, got "{path}", which does not exist{_similar(path)}') from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'--job.config_file must be readable, got "{path}": {error}') from None
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{path} must be valid TOML: {error}") from None
+
+
+def _similar(path: str) -> str:
+    folder = Path(path).parent
+    names = os.listdir(folder) if folder.is_dir() else []
+    near = difflib.get_close_matches(Path(path).name, [n for n in names if n.endswith(".toml")], n=1)
+    return f"; did you mean {folder / near[0]}?" if near else ""
+
+
+def _check_values(config_class: type, values: dict[str, Any], section: tuple[str, ...], path: str | None) -> None:
+    valid = {f.name: f.type for f in fields(config_class)}
+    for key, value in values.items():
+        where = f"{path}: [{'.'.join(section)}] {key}" if section else f"{path}: [{key}]"
+        if key not in valid:
+            raise ConfigError(f"{where} is not a known {'key' if section else 'section'}{_nearest(config_class, section, key)}")
+        expected = valid[key]
+        if isinstance(expected, type) and is_dataclass(expected):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where} must be a section, got {value!r}")
+            _check_values(expected, value, (*section, key), path)
+        elif not _fits(value, expected):
+            raise ConfigError(f"{where} must be {_describe(expected)}, got {value!r}")
+
+
+def _nearest(config_class: type, section: tuple[str, ...], key: str) -> str:
+    here = [f.name for f in fields(config_class)]
+    if near := difflib.get_close_matches(key, here, n=1):
+        return f"; did you mean {near[0]}?"
+    return f"; it has {', '.join(here)}"
+
+
+def _check_arguments(config_class: type, args: list[str]) -> None:
+    valid = {".".join(key) for key in known_keys(config_class)}
+    for arg in args:
+        if not arg.startswith("--") or arg in ("--", "--help"):
+            continue
+        name = arg[2:].split("=")[0].replace("-", "_")
+        *section, key = name.split(".")
+        positive = ".".join([*section, key.removeprefix("no_")])
+        if name not in valid and positive not in valid:
+            near = difflib.get_close_matches(name, valid, n=1)
+            raise ConfigError(f"--{name} is not a known key" + (f"; did you mean --{near[0]}?" if near else ""))
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    origin, inner = get_origin(expected), get_args(expected)
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if expected is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, expected) if isinstance(expected, type) else True
+
+
+def _describe(expected: Any) -> str:
+    origin, inner = get_origin(expected), get_args(expected)
+    if origin in (Union, UnionType):
+        return " or ".join(_describe(option) for option in inner if option is not NoneType)
+    if origin is Literal:
+        return "one of " + ", ".join(f'"{option}"' for option in inner)
+    if origin is list:
+        return f"a list, each {_describe(inner[0])}"
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(expected, str(expected))

@@ -1,0 +1,225 @@
+"""TorchTitan's metrics with tokens/day: every step into the run's records, every `log_freq` steps to the console,
+TensorBoard and wandb."""
+
+import copy
+import os
+import statistics
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from recipes.data import fingerprint
+from recipes.parallelize import backend_that_ran
+from recipes.records import RunRecords, StepRecord, commit, versions
+
+SECONDS_PER_DAY = 86400
+# Names for which torchtitan.tools.utils.get_peak_flops has a peak; for any other it assumes an A100's.
+_KNOWN_PEAK = ("A100", "H100", "H200", "H20", "B200", "MI355X", "MI300X", "MI325X", "MI250X", "Max 1550", "l40s")
+
+
+def humanize(number: float) -> str:
+    """138200000000 -> "138.2 B"."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size * 0.9995:
+            return f"{number / size:.1f} {letter}"
+    return f"{number:.0f} "
+
+
+class WandbLogger(BaseLogger):
+    """Logs to wandb; without an API key into an offline run. A restarted run goes on in the same wandb run."""
+
+    def __init__(self, folder: str, job_config: JobConfig, run_id: str):
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE")
+        if mode is None and not _has_wandb_login():
+            mode = "offline"
+            logger.info("wandb has no API key: the run is recorded offline; `wandb sync` uploads it later")
+        os.makedirs(folder, exist_ok=True)
+        self._run = wandb.init(
+            entity=os.environ.get("WANDB_TEAM"),
+            project=os.environ.get("WANDB_PROJECT", "uniep-recipe"),
+            name=os.environ.get("WANDB_RUN_NAME"),
+            id=os.environ.get("WANDB_RUN_ID", run_id),
+            group=os.environ.get("WANDB_RUN_GROUP"),
+            resume="allow",
+            mode=mode,
+            dir=folder,
+            config=job_config.to_dict(),
+        )
+        # Steps as an ordinary metric: wandb's own step counter drops the steps that a restart runs again.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self._run.log(metrics | {"step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class RecipeMetrics(MetricsProcessor):
+    """TorchTitan's processor, with a record of every step and global tokens/day."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None):
+        stock_config = copy.copy(job_config)
+        stock_config.metrics = replace(job_config.metrics, enable_wandb=False)  # ours takes its place
+        super().__init__(stock_config, parallel_dims, tag)
+        self.job_config = job_config
+        self._data_parallel_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
+        device_name = self.device_memory_monitor.device_name
+        self._has_known_peak = any(name in device_name for name in _KNOWN_PEAK)
+        self._rates: list[float] = []
+        self._tokens_since_console = 0
+        self._seconds_since_console = 0.0
+        self._records: RunRecords | None = None
+        if torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config):
+            self._records = self._open_records(device_name)
+            if not self._has_known_peak:
+                logger.warning(f"MFU is left out: the peak rate of {device_name} is not known")
+
+    def should_log(self, step: int) -> bool:
+        # Every step is recorded. The trainer synchronises with the device every step in any case, to count valid tokens.
+        return True
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Records one step. Losses and norms are of all ranks; `extra_metrics` holds n_tokens_seen, as the trainer sends it."""
+        now = time.perf_counter()
+        step_time_s = now - self.time_last_log
+        tokens = self.ntokens_since_last_log * self._data_parallel_degree
+        tokens_per_second = tokens / step_time_s
+        memory = self.device_memory_monitor.get_peak_stats()
+        extra = dict(extra_metrics or {})
+        record = StepRecord(
+            step=step,
+            loss=global_avg_loss,
+            grad_norm=grad_norm,
+            loss_hex=float(global_avg_loss).hex(),
+            grad_norm_hex=float(grad_norm).hex(),
+            tokens_seen=int(extra.pop("n_tokens_seen", 0)),
+            step_time_s=step_time_s,
+            tokens_per_second=tokens_per_second,
+            tokens_per_day=tokens_per_second * SECONDS_PER_DAY,
+            memory_gib=memory.max_reserved_gib,
+        )
+        if self._records is not None:
+            if not self._rates:
+                self._records.note(backend=self._backend())
+            self._records.write_step(record)
+
+        self._tokens_since_console += tokens
+        self._seconds_since_console += step_time_s
+        self._rates.append(tokens_per_second)
+        if super().should_log(step):
+            self._log_interval(record, global_max_loss, memory, extra)
+            self._tokens_since_console, self._seconds_since_console = 0, 0.0
+            self.data_loading_times.clear()
+        self.ntokens_since_last_log = 0
+        self.time_last_log = now
+        self.device_memory_monitor.reset_peak_stats()
+
+    def close(self) -> None:
+        super().close()
+        if self._records is not None:
+            self._records.close()
+
+    def _log_interval(self, record: StepRecord, global_max_loss: float, memory: Any, extra: dict[str, Any]) -> None:
+        tokens_per_second = self._tokens_since_console / self._seconds_since_console
+        # The first step compiles and warms up: it is in its own line and in no median.
+        median_per_second = statistics.median(self._rates[1:] or self._rates)
+        per_device = tokens_per_second / self.parallel_dims.world_size
+        metrics: dict[str, Any] = {
+            "loss_metrics/global_avg_loss": record.loss,
+            "loss_metrics/global_max_loss": global_max_loss,
+            "grad_norm": record.grad_norm,
+            "throughput/tokens_seen": record.tokens_seen,
+            "throughput/step_time_s": record.step_time_s,
+            "throughput/tokens_per_second": tokens_per_second,
+            "throughput/tokens_per_day": tokens_per_second * SECONDS_PER_DAY,
+            "throughput/tokens_per_day_median": median_per_second * SECONDS_PER_DAY,
+            "throughput/tokens_per_second_per_device": per_device,
+            "throughput/tflops_per_device": self.num_flops_per_token * per_device / 1e12,
+            "time_metrics/data_loading(s)": statistics.fmean(self.data_loading_times or [0.0]),
+            "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / self._seconds_since_console,
+            **{f"memory/{name}": value for name, value in memory._asdict().items()},
+            **extra,
+        }
+        mfu = ""
+        if self._has_known_peak:
+            metrics["throughput/mfu(%)"] = 100 * self.num_flops_per_token * per_device / self.gpu_peak_flops
+            mfu = f"  mfu: {metrics['throughput/mfu(%)']:.2f}%"
+        self.logger.log(metrics, record.step)
+        color = self.color
+        logger.info(
+            f"{color.red}step: {record.step:2}  "
+            f"{color.green}loss: {record.loss:8.5f}  "
+            f"{color.orange}grad_norm: {record.grad_norm:7.4f}  "
+            f"{color.turquoise}memory: {record.memory_gib:5.2f}GiB({memory.max_reserved_pct:.2f}%)  "
+            f"{color.blue}tps: {round(tokens_per_second):,}  "
+            f"{color.cyan}{humanize(tokens_per_second * SECONDS_PER_DAY)} tokens/day "
+            f"(median {humanize(median_per_second * SECONDS_PER_DAY)})"
+            f"{color.magenta}{mfu}{color.reset}"
+        )
+
+    def _open_records(self, device_name: str) -> RunRecords:
+        config = self.job_config
+        records = RunRecords(
+            config.job.dump_folder,
+            {
+                "config": config.to_dict(),
+                "versions": versions(),
+                "commit": commit(),
+                "devices": {
+                    "type": device_type,
+                    "name": device_name,
+                    "world_size": self.parallel_dims.world_size,
+                    "capacity_gib": self.device_memory_monitor.device_capacity_gib,
+                },
+                "backend": {"requested": config.uniep.backend, "ran": None},
+                "data": asdict(fingerprint(config)),
+            },
+            may_continue=config.checkpoint.enable,
+        )
+        if config.metrics.enable_wandb:
+            try:
+                wandb_logger = WandbLogger(config.job.dump_folder, config, records.run_id)
+            except ImportError:
+                logger.warning("wandb is not installed: the run is recorded in its folder only")
+            else:
+                if not isinstance(self.logger, LoggerContainer):
+                    self.logger = LoggerContainer()
+                self.logger.add_logger(wandb_logger)
+        return records
+
+    def _backend(self) -> dict[str, str]:
+        assert self.model_parts is not None
+        return {"requested": self.job_config.uniep.backend, "ran": backend_that_ran(self.model_parts[0])}
+
+
+def build_metrics_processor(
+    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any = None, tag: str | None = None
+) -> RecipeMetrics:
+    """The `build_metrics_processor_fn` of our train specs."""
+    return RecipeMetrics(job_config, parallel_dims, tag)
+
+
+def _has_wandb_login() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import wandb
+
+    return wandb.api.api_key is not None

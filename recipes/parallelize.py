@@ -1,0 +1,93 @@
+"""Parallelisms for both families, from TorchTitan's own pieces, with the routed experts placed by us."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+from torchtitan.models.llama3.infra.parallelize import apply_ddp
+from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp
+from torchtitan.tools.logging import logger
+
+from recipes.backend import resolve_backend
+from recipes.experts import UniEPMoE
+
+ParallelizeFn = Callable[[nn.Module, ParallelDims, JobConfig], nn.Module]
+
+
+def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torch._ops.OpOverload]) -> ParallelizeFn:
+    """The parallelize function of a family.
+
+    Args:
+        stock_parallelize: TorchTitan's own, which runs untouched for backend = "torchtitan".
+        ac_save_ops: the family's list of ops that selective activation checkpointing saves.
+    """
+
+    def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
+        backend = resolve_backend(job_config.uniep.backend)
+        logger.info(f'MoE backend: "{backend}" ([uniep] backend = "{job_config.uniep.backend}")')
+        if backend == "torchtitan":
+            return stock_parallelize(model, parallel_dims, job_config)
+        for block in model.layers.values():
+            if block.moe_enabled:
+                block.moe = UniEPMoE(block.moe, backend=backend, ep_mesh=parallel_dims.get_optional_mesh("ep"))
+        return _parallelize(model, parallel_dims, job_config, ac_save_ops)
+
+    return parallelize
+
+
+def backend_that_ran(model: nn.Module) -> str:
+    """The backend that a parallelised model's MoE blocks hold, read from the modules themselves."""
+    backends = {module.experts.backend for module in model.modules() if isinstance(module, UniEPMoE)}
+    assert len(backends) <= 1, backends
+    return backends.pop() if backends else "torchtitan"
+
+
+def _parallelize(
+    model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, ac_save_ops: set[torch._ops.OpOverload]
+) -> nn.Module:
+    """`parallelize_qwen3` and `parallelize_deepseekv3` without tensor parallelism and without placing the experts."""
+    model_compile_enabled = job_config.compile.enable and "model" in job_config.compile.components
+    if parallel_dims.cp_enabled:
+        apply_cp_to_attention_module(
+            [block.attention.inner_attention for block in model.layers.values()],
+            parallel_dims.get_mesh("cp"),
+            model.model_args.attn_type,
+        )
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=model_compile_enabled,
+            op_sac_save_list=ac_save_ops,
+            base_folder=job_config.job.dump_folder,
+        )
+    if model_compile_enabled:
+        apply_compile(model, job_config.compile, parallel_dims.ep_enabled)
+
+    replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+    if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
+        apply_fsdp(
+            model,
+            parallel_dims.get_mesh([*replicate, "fsdp"]),
+            param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+            pp_enabled=parallel_dims.pp_enabled,
+            cpu_offload=job_config.training.enable_cpu_offload,
+            reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
+            ep_degree=parallel_dims.ep,
+            edp_mesh=parallel_dims.get_optional_mesh([*replicate, "efsdp"]),
+            gradient_divide_factor=parallel_dims.fsdp_gradient_divide_factor,
+        )
+        if not torch.cuda.is_available():
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    # gloo has no pre-multiplied sum, by which FSDP2 would apply a division factor.
+                    module.set_force_sum_reduction_for_comms(True)
+    elif replicate:
+        apply_ddp(model, parallel_dims.get_mesh("dp_replicate"), enable_compile=model_compile_enabled)
+    return model

@@ -1,0 +1,148 @@
+"""The records of a run, in its folder: run.json says what ran, metrics.jsonl has a line a step."""
+
+import json
+import os
+import platform
+import subprocess
+import uuid
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.tools.logging import logger
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl.
+
+    Attributes:
+        loss: mean over the step's valid tokens of all ranks; grad_norm: before clipping. The `_hex` of both are exact.
+        tokens_seen: tokens of all ranks since the first step, over restarts.
+        step_time_s: from the end of the step before to the end of this one.
+        tokens_per_second: of all ranks, in this step; tokens_per_day: the same times 86400.
+        memory_gib: peak since the step before; device memory on GPUs, resident memory on CPUs.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    loss_hex: str
+    grad_norm_hex: str
+    tokens_seen: int
+    step_time_s: float
+    tokens_per_second: float
+    tokens_per_day: float
+    memory_gib: float
+
+
+class RunRecords:
+    """Writes both files. A restarted run goes on where its checkpoint ends: the steps after it are run and written anew.
+
+    run.json is replaced as a whole and metrics.jsonl is flushed every step, so that a crash costs at most one line.
+    """
+
+    def __init__(self, folder: str, run: dict[str, Any], *, may_continue: bool):
+        """
+        Args:
+            folder: the run's folder, made if need be.
+            run: what run.json says.
+            may_continue: whether this run can be the continuation of one whose records lie here (it has checkpoints).
+        """
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        earlier = _read_json(self._folder / RUN_FILE) if may_continue else None
+        self.run_id: str = (earlier or {}).get("run_id") or uuid.uuid4().hex[:12]
+        self.is_continued = earlier is not None
+        self._run = {"run_id": self.run_id, "restarts": earlier.get("restarts", 0) + 1 if earlier else 0} | run
+        self._metrics = None
+        self._write_run()
+
+    def note(self, **facts: Any) -> None:
+        """Adds facts that are known only once the model stands."""
+        self._run |= facts
+        self._write_run()
+
+    def write_step(self, record: StepRecord) -> None:
+        if self._metrics is None:
+            self._metrics = self._open_metrics(record.step)
+        self._metrics.write(json.dumps(vars(record), separators=(", ", ": ")) + "\n")
+        self._metrics.flush()
+
+    def close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _write_run(self) -> None:
+        text = json.dumps(self._run, indent=2, default=str, ensure_ascii=False) + "\n"
+        partial = self._folder / (RUN_FILE + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, self._folder / RUN_FILE)
+
+    def _open_metrics(self, first_step: int) -> Any:
+        path = self._folder / METRICS_FILE
+        if path.exists() and first_step == 1 and not self.is_continued:
+            kept = _free_name(path)
+            path.rename(kept)
+            logger.warning(f"{path} is of an earlier run; it is kept as {kept.name}")
+        elif path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            before = [line for line in lines if _step_of(line) < first_step]
+            if len(before) < len(lines):
+                logger.info(f"Steps from {first_step} on are run again; {len(lines) - len(before)} lines are replaced")
+                path.write_text("".join(before), encoding="utf-8")
+        return open(path, "a", encoding="utf-8")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what computes the numbers."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in ("uniep-recipe", "torch", "triton", "torchtitan", "numpy", "tokenizers", "datasets", "nvshmem4py-cu13"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return found
+
+
+def commit() -> str | None:
+    """The recipe's git commit, with "+changes" when the tree differs from it; None outside a repository."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *args], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; infinity for one that a crash cut, so that it is dropped."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else float("inf")
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_suffix(f".{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
