@@ -1,0 +1,1 @@
+"""What goes where: pure functions of the routing and of the shape, no communication."""

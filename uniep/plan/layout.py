@@ -1,0 +1,124 @@
+"""The only place that knows the regions of the symmetric heap: what lies where, how large, and why reuse is safe.
+
+Letters as in uniep.shapes; M is max_tokens, the token slots of a rank, C the receive slots of a token (1, or K where a
+token is sent once for each expert).
+
+Nothing is cleared and no barrier stands between layers. Every forward runs exchange(i), plan(i), dispatch(i), combine(i) on
+one stream of each rank, and each kernel ends only after its waits. Let rank a write to rank b in layer i+1:
+
+- routing (ids, scores): a is in exchange(i+1), so its combine(i) ended, so b's combine(i) sent all its rows, so b's plan(i)
+  and dispatch(i), earlier on b's stream, no longer read the ids and scores of layer i.
+- received rows: a is in dispatch(i+1), so again its combine(i) ended and b's dispatch(i), whose relay reads them, ended.
+- returned rows: a is in combine(i+1), so its exchange(i+1) ended, which waited for b's exchange(i+1), which stands behind
+  b's reduce(i), the last reader, on b's stream.
+- flags hold the epoch of the forward. A flag is written once an epoch and read before its data, so the same three edges
+  keep a rank from overwriting an epoch that a peer has yet to see.
+
+A rank signals every peer in exchange and combine also with zero rows, so the edges exist whatever the routing.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from uniep.plan.tiles import max_num_tiles
+from uniep.plan.token_map import max_num_rows
+from uniep.shapes import MoEShape, ShapeError
+
+_ALIGN_BYTES = 1024
+# Narrower column tiles than this do not exist: it bounds the scoreboard.
+MIN_TILE_COLS = 16
+# TMA and 16-byte copies need rows that start at multiples of 16 bytes.
+ROW_ALIGN_ELEMENTS = 8
+
+
+@dataclass(frozen=True)
+class Region:
+    """A typed array in the heap of every rank, at the same offset in each."""
+
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class HeapLayout:
+    """The regions of the heap that all layers of one shape share.
+
+    Attributes:
+        shape: the layer.
+        max_tokens: M, the most tokens that a rank brings.
+        tile_rows: rows of a GEMM tile, which the scoreboard is sized by.
+        copy_per_expert: room for a copy of a token for each expert (for measuring).
+
+    Raises:
+        ShapeError: a row of D or F elements is no multiple of 16 bytes, or max_tokens is not positive.
+    """
+
+    shape: MoEShape
+    max_tokens: int
+    tile_rows: int = 128
+    copy_per_expert: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ShapeError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        for what in ("dim", "hidden_dim"):
+            value = getattr(self.shape, what)
+            if value % ROW_ALIGN_ELEMENTS:
+                raise ShapeError(f"{what} must be a multiple of {ROW_ALIGN_ELEMENTS}, got {value}")
+
+    @cached_property
+    def regions(self) -> dict[str, Region]:
+        """Name -> region. Flags first: they are what is zeroed when the heap opens."""
+        ranks, slots, top_k, dim = self.shape.ep_degree, self.max_tokens, self.shape.top_k, self.shape.dim
+        num_receive_slots = ranks * slots * (top_k if self.copy_per_expert else 1)
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "routing_flags": ((ranks,), torch.int32),
+            "returned_flags": ((ranks,), torch.int32),
+            "token_flags": ((num_receive_slots,), torch.int32),
+            "expert_ids": ((ranks, slots, top_k), torch.int32),
+            "scores": ((ranks, slots, top_k), torch.float32),
+            "received": ((num_receive_slots, dim), torch.bfloat16),
+            "returned": ((slots * top_k, dim), torch.bfloat16),
+        }
+        regions: dict[str, Region] = {}
+        offset = 0
+        for name, (shape, dtype) in wanted.items():
+            regions[name] = Region(offset, shape, dtype)
+            offset = _align(offset + regions[name].num_bytes)
+        return regions
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one rank's heap."""
+        last = list(self.regions.values())[-1]
+        return _align(last.offset_bytes + last.num_bytes)
+
+    @property
+    def num_flag_bytes(self) -> int:
+        """Bytes at the start of the heap that must be zero when it opens."""
+        return self.regions["expert_ids"].offset_bytes
+
+    @property
+    def max_rows(self) -> int:
+        return max_num_rows(self.shape, self.max_tokens)
+
+    @property
+    def max_tiles(self) -> int:
+        return max_num_tiles(self.max_rows, self.shape.num_local_experts, self.tile_rows)
+
+    @property
+    def max_col_tiles(self) -> int:
+        """The most column tiles of the down GEMM, for the scoreboard of (row tile, column tile)."""
+        return -(-self.shape.dim // MIN_TILE_COLS)
+
+
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
