@@ -38,7 +38,9 @@ def check_config(config: JobConfig, world_size: int) -> None:
 def _check_model(config: JobConfig) -> None:
     model = config.model
     if model.name not in FAMILIES:
-        raise ConfigError(f"[model] name must be one of {', '.join(FAMILIES)}, got \"{model.name}\"{_near(model.name, FAMILIES)}")
+        raise ConfigError(
+            f'[model] name must be one of {", ".join(FAMILIES)}, got "{model.name}"{_near(model.name, FAMILIES)}'
+        )
     flavors = FAMILIES[model.name].model_args
     if model.flavor not in flavors:
         raise ConfigError(
@@ -51,7 +53,9 @@ def _check_model(config: JobConfig) -> None:
             f'[model] n_layers must be 1 to {args.n_layers} for flavor "{model.flavor}", got {model.n_layers}'
         )
     tokenizer = Path(model.hf_assets_path)
-    if not tokenizer.is_dir() or not any((tokenizer / f).exists() for f in ("tokenizer.json", "vocab.json", "vocab.txt")):
+    if not tokenizer.is_dir() or not any(
+        (tokenizer / f).exists() for f in ("tokenizer.json", "vocab.json", "vocab.txt")
+    ):
         raise ConfigError(
             f'[model] hf_assets_path must be a folder with a tokenizer, got "{model.hf_assets_path}"; '
             "the recipe's own is ./train_configs/tokenizer"
@@ -140,5 +144,3 @@ def world_size_from_env() -> int:
 def _near(value: str, valid) -> str:
     near = difflib.get_close_matches(value, list(valid), n=1)
     return f"; did you mean {near[0]}?" if near else ""
-
-

@@ -53,7 +53,9 @@ def stdlib_files() -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [f for f in subfolders if f not in ("site-packages", "dist-packages", "test", "tests", "__pycache__")]
+        subfolders[:] = [
+            f for f in subfolders if f not in ("site-packages", "dist-packages", "test", "tests", "__pycache__")
+        ]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     named = [(path.relative_to(root).as_posix(), path) for path in files]
     return sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
@@ -85,7 +87,7 @@ def check_data(job_config: JobConfig) -> None:
     """Raises DataError where the configured data cannot be found or holds no text. Touches the first texts only."""
     name, path = job_config.training.dataset.lower(), job_config.training.dataset_path
     if name not in DATASETS:
-        raise DataError(f"[training] dataset must be one of {', '.join(sorted(DATASETS))}, got \"{name}\"")
+        raise DataError(f'[training] dataset must be one of {", ".join(sorted(DATASETS))}, got "{name}"')
     if name != LOCAL:
         return
     if not path:

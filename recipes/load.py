@@ -12,7 +12,10 @@ import tomli
 from torchtitan.config import ConfigManager, JobConfig
 
 # So that a TorchTitan TOML runs as it is: the modules that add our sections and our model families.
-_OUR_MODULES = {("job", "custom_config_module"): "recipes.config", ("experimental", "custom_import"): "recipes.families"}
+_OUR_MODULES = {
+    ("job", "custom_config_module"): "recipes.config",
+    ("experimental", "custom_import"): "recipes.families",
+}
 
 
 class ConfigError(ValueError):
@@ -65,7 +68,9 @@ def _read_toml(path: str) -> dict[str, Any]:
     try:
         return tomli.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
-        raise ConfigError(f'--job.config_file must be a TOML file, got "{path}", which does not exist{_similar(path)}') from None
+        raise ConfigError(
+            f'--job.config_file must be a TOML file, got "{path}", which does not exist{_similar(path)}'
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f'--job.config_file must be readable, got "{path}": {error}') from None
     except tomli.TOMLDecodeError as error:
@@ -84,7 +89,9 @@ def _check_values(config_class: type, values: dict[str, Any], section: tuple[str
     for key, value in values.items():
         where = f"{path}: [{'.'.join(section)}] {key}" if section else f"{path}: [{key}]"
         if key not in valid:
-            raise ConfigError(f"{where} is not a known {'key' if section else 'section'}{_nearest(config_class, section, key)}")
+            raise ConfigError(
+                f"{where} is not a known {'key' if section else 'section'}{_nearest(config_class, section, key)}"
+            )
         expected = valid[key]
         if isinstance(expected, type) and is_dataclass(expected):
             if not isinstance(value, dict):
@@ -137,4 +144,6 @@ def _describe(expected: Any) -> str:
         return "one of " + ", ".join(f'"{option}"' for option in inner)
     if origin is list:
         return f"a list, each {_describe(inner[0])}"
-    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(expected, str(expected))
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(
+        expected, str(expected)
+    )

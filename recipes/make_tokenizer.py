@@ -1,4 +1,4 @@
-"""Makes the byte-level BPE tokenizer that the configs without a real one use: `python -m recipes.make_tokenizer FOLDER`.
+"""Makes a byte-level BPE tokenizer, for configs without a real one: `python -m recipes.make_tokenizer FOLDER`.
 
 The one in train_configs/tokenizer was made by it from Python 3.11's standard library. Byte level: it encodes any text.
 """

@@ -86,7 +86,7 @@ class RecipeMetrics(MetricsProcessor):
                 logger.warning(f"MFU is left out: the peak rate of {device_name} is not known")
 
     def should_log(self, step: int) -> bool:
-        # Every step is recorded. The trainer synchronises with the device every step in any case, to count valid tokens.
+        # Every step is recorded. The trainer waits for the device every step in any case, to count valid tokens.
         return True
 
     def log(
@@ -97,7 +97,7 @@ class RecipeMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Records one step. Losses and norms are of all ranks; `extra_metrics` holds n_tokens_seen, as the trainer sends it."""
+        """Records one step. Losses and norms are of all ranks; `extra_metrics` holds the trainer's n_tokens_seen."""
         now = time.perf_counter()
         step_time_s = now - self.time_last_log
         tokens = self.ntokens_since_last_log * self._data_parallel_degree
@@ -218,8 +218,6 @@ def build_metrics_processor(
 
 
 def _has_wandb_login() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
     import wandb
 
-    return wandb.api.api_key is not None
+    return bool(os.environ.get("WANDB_API_KEY")) or wandb.login(prompt=False)

@@ -1,4 +1,4 @@
-"""Lets TorchTitan 0.2.2, which asks for an accelerator, train on CPUs as well. On a machine with GPUs it changes nothing."""
+"""Lets TorchTitan 0.2.2, which asks for an accelerator, train on CPUs as well. Where a GPU is, it changes nothing."""
 
 import functools
 import logging

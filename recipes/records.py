@@ -42,7 +42,7 @@ class StepRecord:
 
 
 class RunRecords:
-    """Writes both files. A restarted run goes on where its checkpoint ends: the steps after it are run and written anew.
+    """Writes both files. A restarted run goes on where its checkpoint ends; later steps are run and written anew.
 
     run.json is replaced as a whole and metrics.jsonl is flushed every step, so that a crash costs at most one line.
     """
@@ -102,7 +102,16 @@ class RunRecords:
 def versions() -> dict[str, str | None]:
     """Versions of what computes the numbers."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in ("uniep-recipe", "torch", "triton", "torchtitan", "numpy", "tokenizers", "datasets", "nvshmem4py-cu13"):
+    for package in (
+        "uniep-recipe",
+        "torch",
+        "triton",
+        "torchtitan",
+        "numpy",
+        "tokenizers",
+        "datasets",
+        "nvshmem4py-cu13",
+    ):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

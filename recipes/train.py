@@ -1,4 +1,4 @@
-"""Trains: `torchrun ... -m recipes.train --job.config_file FILE [--section.key value ...]`. `./run_train.sh` calls it."""
+"""Trains: `torchrun ... -m recipes.train --job.config_file FILE [--section.key value ...]`, as run_train.sh does."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The oracle: TorchTitan's expert-parallel MoE block written out in plain PyTorch and collectives, forward and backward.
+"""The oracle: TorchTitan's expert-parallel MoE block in plain PyTorch and collectives, forward and backward.
 
 Every line is a rule of docs/numerics.md. On GPUs the results equal TorchTitan 0.2.2's own block (`MoE.forward` under
 `ExpertParallel`: NCCL all-to-all, `torch._grouped_mm`, eager) bit for bit; the fused kernels must equal this file.
@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 
-# torch._grouped_mm wants a group's first row aligned to 16 bytes: 8 bf16 rows, as TorchTitan's TOKEN_GROUP_ALIGN_SIZE_M.
+# torch._grouped_mm wants a group's first row at 16 bytes: 8 bf16 rows, TorchTitan's TOKEN_GROUP_ALIGN_SIZE_M.
 GROUP_ALIGN_ROWS = 8
 
 
@@ -70,7 +70,7 @@ def route(expert_ids_TK: Tensor, num_local_experts: int, group: dist.ProcessGrou
 
 
 def dispatch(rows_ND: Tensor, routes: Routes, group: dist.ProcessGroup | None) -> Tensor:
-    """Rows in sorted order -> the expert-ordered buffer [P, D] of the ranks that own their experts, zero between groups."""
+    """Rows in sorted order -> the expert-ordered buffers [P, D] of their experts' ranks, zero between groups."""
     rows_RD = _all_to_all(rows_ND, routes.receive_rows_W, routes.send_rows_W, group)
     rows_PD = rows_RD.new_zeros(routes.num_padded_rows, rows_RD.shape[1])
     rows_PD[routes.place_R] = rows_RD
@@ -149,14 +149,12 @@ class _ReferenceMoE(torch.autograd.Function):
         if score_before_experts:
             out_TD = sum_over_k(y_TKD)
         else:
-            out_TD = torch.bmm(scores_TK.reshape(-1, 1, top_k), y_TKD.float()).to(x_TD.dtype).squeeze(1)
+            out_TD = torch.bmm(scores_TK.reshape(-1, 1, top_k), y_TKD.float()).squeeze(1).to(x_TD.dtype, copy=True)
 
         ctx.routes, ctx.group, ctx.score_before_experts = routes, group, score_before_experts
         saved_y = None if score_before_experts else y_TKD
         saved_x = x_TD if score_before_experts else None
-        ctx.save_for_backward(
-            scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, a_PD, gate_PF, up_PF, saved_y, saved_x
-        )
+        ctx.save_for_backward(scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, a_PD, gate_PF, up_PF, saved_y, saved_x)
         return out_TD
 
     @staticmethod
@@ -223,9 +221,7 @@ def reference_moe(
 
     Source: torchtitan.models.moe.moe.MoE.forward, torchtitan.distributed.expert_parallel.ExpertParallel.
     """
-    return _ReferenceMoE.apply(
-        x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, group
-    )
+    return _ReferenceMoE.apply(x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, group)
 
 
 def _all_to_all(

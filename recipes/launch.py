@@ -1,0 +1,143 @@
+"""Checks the config, then starts torchrun on this node: `python -m recipes.launch [--section.key value ...]`.
+
+`./run_train.sh` calls it. Environment variables, as in TorchTitan's own script:
+
+  CONFIG_FILE   the TOML of the run; without it a Qwen3 MoE that suits the machine
+  NGPU          ranks on this node; without it one per GPU, or 2 on CPUs
+  LOG_RANK      local ranks whose output is shown, such as 0 or 0,1 (0)
+  NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
+                several nodes: start the script on each; taken from SLURM's variables when present (one task per node)
+
+Every argument overrides the TOML: `--training.steps 20 --uniep.backend reference`.
+`--keys` prints every key with its default and its meaning.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+import recipes  # noqa: F401  prepares the platform
+from recipes.checks import check_config
+from recipes.load import ConfigError, load_config
+
+DEFAULT_CONFIG_CPU = "./train_configs/qwen3_cpu.toml"
+DEFAULT_CONFIG_GPU = "./train_configs/qwen3_debug.toml"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """This node among those of the run."""
+
+    num_nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+
+
+def find_nodes(env: Mapping[str, str]) -> Nodes:
+    """The nodes of a run, from NNODES and its companions or else from SLURM.
+
+    Raises:
+        ConfigError: the variables do not describe one run over these nodes. Each node would else train alone.
+    """
+    from_slurm = "NNODES" not in env and _int(env, "SLURM_NNODES", 1) > 1
+    if from_slurm:
+        num_nodes = _int(env, "SLURM_NNODES", 1)
+        if (tasks := _int(env, "SLURM_NTASKS", num_nodes)) != num_nodes:
+            raise ConfigError(
+                f"SLURM must start one task per node (srun --ntasks-per-node=1), got {tasks} on {num_nodes} nodes"
+            )
+        node_rank = _int(env, "NODE_RANK", _int(env, "SLURM_NODEID", -1))
+        master_addr = env.get("MASTER_ADDR") or _first_slurm_host(env)
+    else:
+        num_nodes = _int(env, "NNODES", 1)
+        node_rank = _int(env, "NODE_RANK", 0 if num_nodes == 1 else -1)
+        master_addr = env.get("MASTER_ADDR") or ("localhost" if num_nodes == 1 else "")
+    if num_nodes < 1:
+        raise ConfigError(f"NNODES must be at least 1, got {num_nodes}")
+    if not 0 <= node_rank < num_nodes:
+        shown = node_rank if node_rank >= 0 else "nothing"
+        raise ConfigError(f"NODE_RANK must be 0 to {num_nodes - 1} for {num_nodes} nodes, got {shown}")
+    if not master_addr:
+        raise ConfigError(f"MASTER_ADDR must name the first of {num_nodes} nodes, got nothing")
+    return Nodes(num_nodes, node_rank, master_addr, _int(env, "MASTER_PORT", 29500))
+
+
+def torchrun_command(nodes: Nodes, ranks_per_node: int, log_rank: str, args: list[str]) -> list[str]:
+    """The command that trains on this node."""
+    if nodes.num_nodes == 1:
+        # Any free port: several runs may share a machine.
+        rendezvous = ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+    else:
+        rendezvous = [
+            f"--nnodes={nodes.num_nodes}",
+            f"--node_rank={nodes.node_rank}",
+            f"--master_addr={nodes.master_addr}",
+            f"--master_port={nodes.master_port}",
+        ]
+    return [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks_per_node}", *rendezvous,
+        f"--local-ranks-filter={log_rank}", "--role=rank", "--tee=3", "-m", "recipes.train", *args,
+    ]  # fmt: skip
+
+
+def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
+    if "--help" in args or "-h" in args:
+        print(__doc__.split("\n\n", 1)[1], end="")
+        return 0
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not any(re.match(r"--job\.config[-_]file(=|$)", arg) for arg in args):
+        default = DEFAULT_CONFIG_GPU if num_gpus else DEFAULT_CONFIG_CPU
+        args = ["--job.config_file", env.get("CONFIG_FILE") or default, *args]
+    if "--keys" in args:
+        load_config([arg for arg in args if arg != "--keys"] + ["--help"])
+    try:
+        ranks_per_node = _int(env, "NGPU", num_gpus or 2)
+        if ranks_per_node < 1 or (num_gpus and ranks_per_node > num_gpus):
+            limit = f"1 to {num_gpus}, the GPUs of this node" if num_gpus else "at least 1"
+            raise ConfigError(f"NGPU must be {limit}, got {ranks_per_node}")
+        nodes = find_nodes(env)
+        check_config(load_config(args), nodes.num_nodes * ranks_per_node)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not num_gpus and "OMP_NUM_THREADS" not in env:
+        env = {**env, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks_per_node))}
+    command = torchrun_command(nodes, ranks_per_node, env.get("LOG_RANK", "0"), args)
+    where = f"{ranks_per_node} GPUs" if num_gpus else f"CPUs, {ranks_per_node} ranks (no GPU is visible)"
+    print(f"Training {args[1]} on {nodes.num_nodes} node(s), {where}", flush=True)
+    os.execve(command[0], command, dict(env))
+    raise AssertionError("unreachable")
+
+
+def _first_slurm_host(env: Mapping[str, str]) -> str:
+    node_list = env.get("SLURM_JOB_NODELIST", "")
+    if shutil.which("scontrol", path=env.get("PATH")) is None:
+        raise ConfigError(
+            "SLURM's variables are set but scontrol is not found, so the first node is unknown: set MASTER_ADDR, "
+            "or NNODES=1 to train on this node alone"
+        )
+    hosts = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True)
+    if hosts.returncode or not hosts.stdout.strip():
+        raise ConfigError(f"scontrol must resolve SLURM_JOB_NODELIST, got {node_list!r}: {hosts.stderr.strip()}")
+    return hosts.stdout.split()[0]
+
+
+def _int(env: Mapping[str, str], name: str, default: int) -> int:
+    value = env.get(name)
+    if value is None or value == "":
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f'{name} must be a whole number, got "{value}"') from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

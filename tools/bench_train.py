@@ -1,0 +1,110 @@
+"""Trains one config with several MoE backends in turn and compares speed, memory and bits.
+
+python -m tools.bench_train CONFIG.toml [--backends torchtitan reference] [--steps 20] [--out FILE.json] [-- KEY VALUE ...]
+
+The first backend is the baseline. What stands behind `--` overrides the TOML for every run. Ranks come from NGPU, as for
+run_train.sh. The JSON names the GPU, versions, command and commit; a speed-up stands in it only beside whether the runs'
+losses and gradient norms are identical.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tools import compare_runs
+
+# Compilation, first allocations and the autotuner's first look lie in the first steps.
+WARMUP_STEPS = 3
+
+
+def train(config: str, backend: str, folder: Path, overrides: list[str]) -> None:
+    """Trains in a process group of its own. Raises CalledProcessError with the end of its log."""
+    command = [sys.executable, "-m", "recipes.launch", "--job.config_file", config, "--job.dump_folder", str(folder)]
+    command += ["--uniep.backend", backend, "--metrics.no-enable-wandb", *overrides]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (folder.parent / f"{folder.name}.log").write_text(done.stdout)
+    if done.returncode:
+        sys.stderr.write(done.stdout[-6000:])
+        raise subprocess.CalledProcessError(done.returncode, command)
+
+
+def summarize(folder: Path) -> dict[str, Any]:
+    """Medians over the steps behind the warm-up."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    warm = lines[WARMUP_STEPS:]
+    if not warm:
+        raise ValueError(f"a benchmark must have more than {WARMUP_STEPS} steps, got {len(lines)}")
+    step_time_s = statistics.median(line["step_time_s"] for line in warm)
+    tokens = (lines[-1]["tokens_seen"] - lines[0]["tokens_seen"]) / max(len(lines) - 1, 1)
+    return {
+        "step_time_ms": step_time_s * 1e3,
+        "tokens_per_second": tokens / step_time_s,
+        "tokens_per_day": tokens / step_time_s * 86400,
+        "peak_memory_gib": max(line["memory_gib"] for line in lines),
+        "last_loss": lines[-1]["loss"],
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("--backends", nargs="+", default=["torchtitan", "reference"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--keep", type=Path, help="folder to keep the runs in")
+    own, overrides = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options = parser.parse_args(own)
+    overrides = ["--training.steps", str(options.steps), *overrides]
+
+    scratch = options.keep or Path(tempfile.mkdtemp(prefix="bench_train_"))
+    scratch.mkdir(parents=True, exist_ok=True)
+    rows, baseline = [], None
+    for backend in options.backends:
+        folder = scratch / backend
+        train(options.config, backend, folder, overrides)
+        row = {"backend": backend, **summarize(folder)}
+        if baseline is not None:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                row["identical"] = compare_runs.main([str(scratch / options.backends[0]), str(folder)]) == 0
+            row["speedup"] = baseline["step_time_ms"] / row["step_time_ms"]
+        baseline = baseline or row
+        rows.append(row)
+        print(
+            f"{backend:12} {row['step_time_ms']:9.1f} ms/step {row['tokens_per_day'] / 1e9:8.3f} B tokens/day "
+            f"{row['peak_memory_gib']:6.1f} GiB"
+            + (f"  {row['speedup']:.2f}x, identical: {row['identical']}" if "identical" in row else ""),
+            flush=True,
+        )
+    run = json.loads((scratch / options.backends[0] / "run.json").read_text())
+    result = {
+        "config": options.config,
+        "steps": options.steps,
+        "overrides": overrides,
+        "rows": rows,
+        "devices": run["devices"],
+        "versions": run["versions"],
+        "commit": run["commit"],
+        "command": "python -m tools.bench_train " + " ".join(argv),
+        "ngpu": os.environ.get("NGPU"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    if not options.keep:
+        shutil.rmtree(scratch)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
