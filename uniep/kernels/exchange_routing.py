@@ -1,0 +1,98 @@
+"""Gathers the expert ids and the scores of all ranks through the heap: the first kernel of a forward."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from uniep.kernels.memory import region_address
+from uniep.kernels.signals import fence_system, signal_ranks, wait_flags
+from uniep.kernels.tasks import FINISHED, is_last
+from uniep.symmetric.heap import SymmetricHeap
+from uniep.symmetric.watch import Kernel, What
+
+_KERNEL = tl.constexpr(int(Kernel.EXCHANGE_ROUTING))
+_ROUTING = tl.constexpr(int(What.ROUTING))
+_NUM_PROGRAMS = 16
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["rank", "num_routed", "epoch", "timeout_us"])
+def _exchange_routing_kernel(
+    expert_ids_N,
+    scores_N,
+    peers_W,
+    counters,
+    watch,
+    rank,
+    num_routed,
+    epoch,
+    timeout_us,
+    ids_offset_bytes,
+    scores_offset_bytes,
+    flags_offset_bytes,
+    NUM_SLOTS: tl.constexpr,
+    W: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Every program writes its share of this rank's ids and scores to all ranks (also to itself), slots without a token as
+    -1. The program that finishes last signals all ranks, then waits for the signals of all. What it waits for is the work
+    of programs that wait for nothing, so one program a rank is enough.
+
+    Two ranks: rank 0's last program stores epoch into routing_flags[0] of rank 0 and of rank 1, and leaves once
+    routing_flags[0] and [1] of its own heap hold the epoch.
+    """
+    for block in range(tl.program_id(0), tl.cdiv(NUM_SLOTS, BLOCK), tl.num_programs(0)):
+        slot = block * BLOCK + tl.arange(0, BLOCK)
+        filled = slot < num_routed
+        ids = tl.load(expert_ids_N + slot, mask=filled, other=-1).to(tl.int32)
+        scores = tl.load(scores_N + slot, mask=filled, other=0.0)
+        for step in range(W):
+            peer = (rank + step) % W
+            target_ids = region_address(peers_W, peer, ids_offset_bytes).to(tl.pointer_type(tl.int32))
+            target_scores = region_address(peers_W, peer, scores_offset_bytes).to(tl.pointer_type(tl.float32))
+            place = rank.to(tl.int64) * NUM_SLOTS + slot
+            tl.store(target_ids + place, ids, mask=slot < NUM_SLOTS)
+            tl.store(target_scores + place, scores, mask=slot < NUM_SLOTS)
+    fence_system()
+    if is_last(counters, FINISHED, tl.num_programs(0)):
+        ranks = tl.arange(0, RANKS)
+        exists = ranks < W
+        flags = region_address(peers_W, tl.where(exists, ranks, 0), flags_offset_bytes).to(tl.pointer_type(tl.int32))
+        signal_ranks(flags + rank, exists, epoch, watch)
+        own_flags = region_address(peers_W, rank, flags_offset_bytes).to(tl.pointer_type(tl.int32))
+        wait_flags(own_flags + ranks, exists, epoch, watch, timeout_us, _KERNEL, 0, _ROUTING, ranks, True)
+        tl.store(counters + FINISHED, 0)
+
+
+def launch_exchange_routing(expert_ids_TK: Tensor, scores_TK: Tensor, heap: SymmetricHeap, *, epoch: int) -> None:
+    """Fills the regions expert_ids and scores of every rank's heap with the routing of all ranks."""
+    layout = heap.layout
+    num_tokens, top_k = expert_ids_TK.shape
+    if top_k != layout.shape.top_k:
+        raise ValueError(f"experts a token must be top_k = {layout.shape.top_k}, got {top_k}")
+    if num_tokens > layout.max_tokens:
+        raise ValueError(f"tokens of rank {heap.rank} must be at most max_tokens = {layout.max_tokens}, got {num_tokens}")
+    if scores_TK.shape != expert_ids_TK.shape or scores_TK.dtype != torch.float32:
+        raise ValueError(f"scores must be float32 {tuple(expert_ids_TK.shape)}, got {scores_TK.dtype} {scores_TK.shape}")
+    num_ranks = heap.num_ranks
+    _exchange_routing_kernel[(min(_NUM_PROGRAMS, triton.cdiv(layout.max_tokens * top_k, _BLOCK)),)](
+        expert_ids_TK.contiguous(),
+        scores_TK.contiguous(),
+        heap.peers_W,
+        heap.scoreboard.counters,
+        heap.scoreboard.watch,
+        heap.rank,
+        num_tokens * top_k,
+        epoch,
+        heap.timeout_us,
+        heap.offset_bytes("expert_ids"),
+        heap.offset_bytes("scores"),
+        heap.offset_bytes("routing_flags"),
+        NUM_SLOTS=layout.max_tokens * top_k,
+        W=num_ranks,
+        RANKS=triton.next_power_of_2(num_ranks),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
