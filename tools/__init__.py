@@ -1,0 +1,1 @@
+"""Command lines around the recipe. Each is run as `python -m tools.NAME`."""

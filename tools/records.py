@@ -1,0 +1,183 @@
+"""Reads the folder that a run leaves: `run.json` and `metrics.jsonl`, checked line by line."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+# The values of a step that two runs are compared by, each recorded as `<name>_hex` beside its decimal.
+VALUES = ("loss", "grad_norm")
+# Steps and tokens end in int64 arrays.
+COUNT_LIMIT = 2**63
+
+
+class RecordError(ValueError):
+    """A run folder that cannot be read. The text names the file, and the line where there is one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One recorded run.
+
+    Attributes:
+        folder: the folder it was read from, as the caller wrote it.
+        config: the resolved job config, flattened: {"training.seq_len": 4096, ...}.
+        versions: versions of what the run used, flattened.
+        devices: what it ran on, flattened.
+        backend: the backend that ran.
+        commit: the commit it was started from.
+        data: what it read; "sha256" is None where the data could not be hashed.
+        steps: [steps] int64, strictly increasing.
+        tokens_seen: [steps] int64.
+        values: for each name in VALUES, [steps] float64 with exactly the recorded bits (NaN has one bit pattern).
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    devices: Mapping[str, Any]
+    backend: str
+    commit: str
+    data: Mapping[str, Any]
+    steps: NDArray[np.int64]
+    tokens_seen: NDArray[np.int64]
+    values: Mapping[str, NDArray[np.float64]]
+
+
+def read_run(folder: str | Path) -> Run:
+    """Reads and checks a run folder.
+
+    Raises:
+        RecordError: the folder or a file is missing or empty, a file is not JSON (a line cut in the middle), a key is
+            missing or of the wrong type, a hex value is not what float.hex() writes, or the steps do not increase.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RecordError(f"a run must be a folder, got {folder}{'' if folder.exists() else ', which does not exist'}")
+    path = folder / RUN_FILE
+    record = _parse_object(_read_bytes(path), str(path))
+    config, versions, devices, backend, data = (
+        _typed(record, key, dict, str(path)) for key in ("config", "versions", "devices", "backend", "data")
+    )
+    _typed(data, "sha256", (str, type(None)), f"{path}: data")
+    steps, tokens_seen, values = _read_metrics(folder / METRICS_FILE)
+    return Run(
+        folder=folder,
+        config=flatten(config),
+        versions=flatten(versions),
+        devices=flatten(devices),
+        backend=_typed(backend, "ran", str, f"{path}: backend"),
+        commit=_typed(record, "commit", (str, type(None)), str(path)) or "",
+        data=flatten(data),
+        steps=steps,
+        tokens_seen=tokens_seen,
+        values=values,
+    )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"training": {"seq_len": 8}} -> {"training.seq_len": 8}. Lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _read_metrics(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, NDArray[np.float64]]]:
+    """Returns steps, tokens_seen and the values of VALUES. Raises RecordError."""
+    text = _read_bytes(path)
+    if not text:
+        raise RecordError(f"{path}: must hold at least one step, got an empty file")
+    steps: list[int] = []
+    tokens_seen: list[int] = []
+    values: dict[str, list[float]] = {name: [] for name in VALUES}
+    lines = text.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    for number, line in enumerate(lines, start=1):
+        where = f"{path} line {number}"
+        row = _parse_object(line, where)
+        step = _count(row, "step", where)
+        if steps and step <= steps[-1]:
+            raise RecordError(f"{where}: step must be greater than the line before's {steps[-1]}, got {step}")
+        steps.append(step)
+        tokens_seen.append(_count(row, "tokens_seen", where))
+        for name in VALUES:
+            if name not in row:
+                raise RecordError(f"{where}: must hold the key '{name}', got a line without it")
+            values[name].append(_hex_value(row, f"{name}_hex", where))
+    return (
+        np.array(steps, dtype=np.int64),
+        np.array(tokens_seen, dtype=np.int64),
+        {name: np.array(column, dtype=np.float64) for name, column in values.items()},
+    )
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise RecordError(f"{path}: must be a file, got nothing there") from None
+    except OSError as error:
+        raise RecordError(f"{path}: must be readable, got {error.strerror}") from None
+
+
+def _parse_object(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    # UnicodeDecodeError and JSONDecodeError are ValueErrors; RecursionError is what brackets without end give.
+    except (ValueError, RecursionError):
+        shown = text[-60:].decode("utf-8", "replace")
+        raise RecordError(
+            f"{where}: must be one whole JSON object, got {len(text)} bytes that are not, ending in {shown!r}"
+        ) from None
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: must be one whole JSON object, got a {type(value).__name__}")
+    return value
+
+
+def _typed(record: dict[str, Any], key: str, kind: type | tuple[type, ...], where: str) -> Any:
+    if key not in record:
+        raise RecordError(f"{where}: must hold the key '{key}', got a record without it")
+    value = record[key]
+    if not isinstance(value, kind):
+        first = kind[0] if isinstance(kind, tuple) else kind
+        raise RecordError(f"{where}: '{key}' must be a {first.__name__}, got {value!r:.60}")
+    return value
+
+
+def _count(row: dict[str, Any], key: str, where: str) -> int:
+    if key not in row:
+        raise RecordError(f"{where}: must hold the key '{key}', got a line without it")
+    value = row[key]
+    # bool is an int to Python; a step of `true` is a broken record.
+    if type(value) is not int or not 0 <= value < COUNT_LIMIT:
+        raise RecordError(f"{where}: {key} must be an integer from 0 to 2^63 - 1, got {value!r:.60}")
+    return value
+
+
+def _hex_value(row: dict[str, Any], key: str, where: str) -> float:
+    """The float that a hex text stands for.
+
+    Only the one text that float.hex() writes is taken: float.fromhex alone would read the decimal "1.5" as 0x1.5.
+    So equal texts, equal bits and equal array elements are one and the same.
+    """
+    if key not in row:
+        raise RecordError(f"{where}: must hold the key '{key}', got a line without it")
+    text = row[key]
+    try:
+        value = float.fromhex(text)
+        if value.hex() == text:
+            return value
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise RecordError(f"{where}: {key} must be a text that float.hex() writes, got {text!r:.60}")
