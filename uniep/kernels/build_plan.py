@@ -104,12 +104,13 @@ def _scan_kernel(
     tile_offsets,
     sent_key_offsets,
     send_offsets,
+    sizes,
+    watch,
     TILE_ROWS: tl.constexpr,
     BLOCKS_OF_RANK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     E: tl.constexpr,
     L: tl.constexpr,
-    W: tl.constexpr,
     BINS_L: tl.constexpr,
     BINS_E: tl.constexpr,
     STEP: tl.constexpr,
@@ -141,6 +142,8 @@ def _scan_kernel(
         key_offsets = tl.cumsum(num_sent, 0) - num_sent
         tl.store(sent_key_offsets + bins_e, key_offsets, mask=bins_e <= E)
         tl.store(send_offsets + bins_e // L, key_offsets, mask=(bins_e <= E) & (bins_e % L == 0))
+        tl.store(sizes, tl.sum(num_rows, 0))
+        tl.store(sizes + 1, tl.load(watch, volatile=True))
         tl.store(counters + FINISHED, 0)
 
 
@@ -212,7 +215,28 @@ def _scatter_kernel(
             tl.store(tile_end_row + first_tile + index, tl.minimum(row + TILE_ROWS, end_row), mask=exists)
 
 
-def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> RoutingPlan:
+class PendingSizes:
+    """The one number that the host needs of a plan, on its way from the device while the last plan kernel runs."""
+
+    def __init__(self, sizes: Tensor, heap: SymmetricHeap) -> None:
+        self._heap = heap
+        self._event = torch.cuda.Event() if sizes.is_cuda else None
+        self._host = torch.empty_like(sizes, device="cpu", pin_memory=sizes.is_cuda)
+        self._host.copy_(sizes, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def num_rows(self) -> int:
+        """R. Waits for the device, and raises WaitTimeoutError if a kernel before has given up a wait."""
+        if self._event is not None:
+            self._event.synchronize()
+        num_rows, given_up = self._host.tolist()
+        if given_up:
+            self._heap.check()
+        return num_rows
+
+
+def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple[RoutingPlan, PendingSizes]:
     """The plan of the heap's rank from the region expert_ids, which launch_exchange_routing has filled."""
     layout, shape = heap.layout, heap.layout.shape
     num_experts, num_local, num_ranks = shape.num_experts, shape.num_local_experts, shape.ep_degree
@@ -239,9 +263,9 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> Routi
         copy_per_expert=layout.copy_per_expert,
         **dict(zip(lengths, parts, strict=True)),
     )
-    scratch_lengths = [num_local * num_blocks, num_experts * blocks_of_rank, num_local + num_experts, num_experts + 1]
+    scratch_lengths = [num_local * num_blocks, num_experts * blocks_of_rank, num_local + num_experts, num_experts + 1, 2]
     scratch = torch.empty(sum(scratch_lengths), dtype=torch.int32, device=heap.device).split(scratch_lengths)
-    received_counts, sent_counts, totals, sent_key_offsets = scratch
+    received_counts, sent_counts, totals, sent_key_offsets, sizes = scratch
 
     ids_offset_bytes = heap.offset_bytes("expert_ids")
     order = {"COPY_PER_EXPERT": layout.copy_per_expert, "BY_PRIORITY": by_priority, "BLOCK": _BLOCK}
@@ -273,16 +297,18 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> Routi
         plan.tile_offsets,
         sent_key_offsets,
         plan.send_offsets,
+        sizes,
+        heap.scoreboard.watch,
         TILE_ROWS=layout.tile_rows,
         BLOCKS_OF_RANK=blocks_of_rank,
         NUM_BLOCKS=num_blocks,
         E=num_experts,
         L=num_local,
-        W=num_ranks,
         STEP=1024,
         **bins,
         num_warps=4,
     )
+    pending = PendingSizes(sizes, heap)
     _scatter_kernel[(num_blocks + num_local,)](
         heap.peers_W,
         ids_offset_bytes,
@@ -304,4 +330,4 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> Routi
         **order,
         num_warps=8,
     )
-    return plan
+    return plan, pending

@@ -1,0 +1,138 @@
+"""The whole fused forward over interpreted ranks, against an oracle that sees the global batch."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from tests.kernels.oracle import Batch, draw_batch, moe_ref
+from tests.kernels.ranks import run_ranks
+from torch import Tensor
+
+from uniep.kernels.config import KernelConfig, TileConfig
+from uniep.layer import fused_forward
+from uniep.plan.layout import HeapLayout
+from uniep.shapes import MoEShape
+from uniep.symmetric.heap import SymmetricHeap
+
+TILE_ROWS = 16
+SMALL_TILES = TileConfig(block_n=64, block_k=32, use_tma=False)
+CONFIG = KernelConfig(
+    num_programs=3, up=SMALL_TILES, down=SMALL_TILES, num_dispatch=1, num_relay=1, num_combine=1
+)
+TMA_TILES = replace(SMALL_TILES, use_tma=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A routing: which experts tokens may choose, and how many tokens each rank has."""
+
+    num_ranks: int
+    top_k: int
+    num_tokens: tuple[int, ...]
+    num_local: int = 4
+    experts: tuple[int, ...] | None = None
+    dim: int = 64
+    hidden_dim: int = 32
+    score_before_experts: bool = False
+    exact: bool = True
+    config: KernelConfig = CONFIG
+    copy_per_expert: bool = False
+    reduce_in_kernel: bool = True
+
+    @property
+    def shape(self) -> MoEShape:
+        return MoEShape(self.num_local * self.num_ranks, self.top_k, self.dim, self.hidden_dim, self.num_ranks)
+
+    @property
+    def layout(self) -> HeapLayout:
+        return HeapLayout(
+            self.shape, max(self.num_tokens), tile_rows=TILE_ROWS, copy_per_expert=self.copy_per_expert
+        )
+
+    def draw(self, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        allowed = torch.tensor(self.experts or range(self.shape.num_experts))
+        ids = [allowed[torch.rand(num, len(allowed), generator=generator).topk(self.top_k).indices] for num in self.num_tokens]
+        return draw_batch(self.shape, ids, seed, exact=self.exact)
+
+
+CASES = {
+    "one_rank": Case(1, 2, (20,)),
+    "two_ranks": Case(2, 2, (17, 17)),
+    "four_ranks": Case(4, 2, (6, 6, 6, 6), num_local=2),
+    "top_1": Case(2, 1, (9, 9)),
+    "top_6": Case(2, 6, (9, 9)),
+    "top_8": Case(2, 8, (8, 8)),
+    "top_10": Case(2, 10, (7, 7), num_local=6),
+    "all_to_one_expert": Case(2, 1, (20, 20), experts=(5,)),
+    "all_to_one_rank": Case(2, 3, (11, 11), experts=(0, 1, 2, 3)),
+    "expert_without_tokens": Case(2, 2, (13, 13), experts=(0, 2, 3, 4, 5, 7)),
+    "rank_without_tokens": Case(4, 2, (5, 5, 5, 5), num_local=2, experts=(0, 1, 2, 6, 7)),
+    "one_token": Case(2, 8, (1, 1), num_local=8),
+    "different_tokens": Case(4, 2, (1, 9, 0, 4), num_local=2),
+    "odd_dims": Case(2, 2, (12, 12), dim=72, hidden_dim=40),
+    "odd_dims_tma": Case(2, 2, (12, 12), dim=72, hidden_dim=40, config=replace(CONFIG, up=TMA_TILES, down=TMA_TILES)),
+    "scores_first": Case(2, 6, (9, 9), score_before_experts=True),
+    "scores_first_top_2": Case(2, 2, (9, 9), score_before_experts=True),
+    "normal_data": Case(2, 4, (12, 12), dim=72, hidden_dim=40, exact=False),
+    "normal_data_scores_first": Case(2, 4, (12, 12), exact=False, score_before_experts=True),
+    "torch_reduces": Case(2, 4, (12, 12), reduce_in_kernel=False),
+    "one_program": Case(2, 4, (12, 12), config=replace(CONFIG, num_programs=1)),
+    "many_programs": Case(
+        2, 4, (12, 12), config=replace(CONFIG, num_programs=7, num_dispatch=2, num_relay=2, num_combine=3)
+    ),
+    "copy_per_expert": Case(2, 4, (9, 9), copy_per_expert=True),
+    "by_token": Case(2, 4, (9, 9), config=replace(CONFIG, by_priority=False)),
+    "static_roles": Case(2, 4, (9, 9), config=replace(CONFIG, dynamic_roles=False)),
+    "direct_combine": Case(2, 4, (9, 9), config=replace(CONFIG, staged_combine=False)),
+}
+
+
+def poison(heap: SymmetricHeap) -> None:
+    for name in ("received", "returned"):
+        heap.region(name).fill_(float("nan"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three forwards in a row with other data each, on buffers that start as NaN."""
+    case = CASES[name]
+    batches = [case.draw(seed) for seed in range(3)]
+    monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: case.reduce_in_kernel)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: _poisoned(empty(*size, **kind)))
+
+    def body(heap: SymmetricHeap) -> list:
+        poison(heap)
+        outs = []
+        for batch in batches:
+            rank = heap.rank
+            w1, w2, w3 = batch.weights(rank)
+            out = fused_forward(
+                batch.x[rank],
+                batch.scores[rank],
+                batch.expert_ids[rank],
+                w1,
+                w2,
+                w3,
+                score_before_experts=case.score_before_experts,
+                heap=heap,
+                config=case.config,
+            )
+            heap.check()
+            assert not heap.scoreboard.counters.any()
+            outs.append(out.float().numpy())
+        return outs
+
+    for rank, outs in enumerate(run_ranks(case.layout, body)):
+        for batch, out in zip(batches, outs, strict=True):
+            expected = moe_ref(batch, score_before_experts=case.score_before_experts)[rank].float()
+            assert torch.isfinite(expected).all()
+            if case.exact:
+                assert torch.equal(torch.from_numpy(out), expected)
+            else:
+                torch.testing.assert_close(torch.from_numpy(out), expected, rtol=2**-7, atol=2**-7)
+
+
+def _poisoned(tensor: Tensor) -> Tensor:
+    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30))

@@ -1,0 +1,77 @@
+"""The tunables of the two fused kernels, and the switches that exist for measuring."""
+
+from dataclasses import dataclass
+
+import torch
+
+from uniep.plan.layout import MIN_TILE_COLS
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tiles and warps of a launch. tile_rows is the layout's.
+
+    Attributes:
+        block_n: output columns of a tile. In the up GEMM each of g and u takes half of them.
+        block_k: step along the reduction dimension.
+        num_warps: warps of a program, in every role.
+        num_stages: tiles in flight along the reduction dimension.
+        use_tma: operands through TMA descriptors (Hopper) instead of pointers; worth 13 % there.
+    """
+
+    block_n: int = 256
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+    use_tma: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_n < 2 * MIN_TILE_COLS:
+            raise ValueError(f"block_n must be at least {2 * MIN_TILE_COLS}, got {self.block_n}")
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """How the programs of a forward share the work.
+
+    Attributes:
+        up: tiles of dispatch + up GEMM.
+        down: tiles of down GEMM + combine.
+        num_programs: programs of a launch, one a multiprocessor. Any number from 1 makes progress.
+        num_dispatch: N_disp, programs that begin with sending tokens.
+        num_relay: N_relay, programs that begin with relaying.
+        num_combine: N_comb, programs that begin with returning rows.
+        by_priority: send first what the first experts want (False only for measuring).
+        dynamic_roles: roles by arrival, and a program without tasks goes on to the next role. False, for measuring, ties
+            roles to program ids; it needs all programs resident at once.
+        staged_combine: rows of other ranks go through a local buffer. False, for measuring, lets the GEMM's epilogue store
+            them across the link, which stalls it.
+    """
+
+    num_programs: int
+    up: TileConfig = TileConfig()
+    down: TileConfig = TileConfig()
+    num_dispatch: int = 20
+    num_relay: int = 32
+    num_combine: int = 20
+    by_priority: bool = True
+    dynamic_roles: bool = True
+    staged_combine: bool = True
+
+    def __post_init__(self) -> None:
+        for what in ("num_programs", "num_dispatch", "num_relay", "num_combine"):
+            if getattr(self, what) < 1:
+                raise ValueError(f"{what} must be at least 1, got {getattr(self, what)}")
+        roles = max(self.num_dispatch + self.num_relay, self.num_combine)
+        if not self.dynamic_roles and self.num_programs <= roles:
+            raise ValueError(f"num_programs must be more than {roles} with static roles, got {self.num_programs}")
+
+
+def default_config(device: torch.device) -> KernelConfig:
+    """A configuration that fits the device: all multiprocessors and TMA where there is one, small tiles on a CPU."""
+    if device.type != "cuda":
+        tiles = TileConfig(block_n=64, block_k=32, use_tma=False)
+        return KernelConfig(num_programs=3, up=tiles, down=tiles, num_dispatch=1, num_relay=1, num_combine=1)
+    properties = torch.cuda.get_device_properties(device)
+    tiles = TileConfig(use_tma=properties.major >= 9)
+    return KernelConfig(num_programs=properties.multi_processor_count, up=tiles, down=tiles)

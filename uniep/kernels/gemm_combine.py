@@ -1,0 +1,262 @@
+"""Down GEMM + combine: y = h w2^T, whose rows go back to their tokens' ranks while it runs and are then summed."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from uniep.kernels.config import KernelConfig
+from uniep.kernels.copy_shape import copy_shape
+from uniep.kernels.gemm_tile import gemm_tile
+from uniep.kernels.memory import region_address, row_ptrs
+from uniep.kernels.numerics import to_bf16
+from uniep.kernels.reduce import reduce_tokens
+from uniep.kernels.return_rows import return_tile
+from uniep.kernels.signals import signal_ranks, signal_tile, wait_flags
+from uniep.kernels.tasks import ARRIVALS, FINISHED, FIRST_ROLE, SECOND_ROLE, THIRD_ROLE, is_last, leave, take
+from uniep.plan.token_map import RoutingPlan
+from uniep.symmetric.heap import SymmetricHeap
+from uniep.symmetric.watch import Kernel, What
+
+_KERNEL = tl.constexpr(int(Kernel.GEMM_COMBINE))
+_OUTPUT_TILE = tl.constexpr(int(What.OUTPUT_TILE))
+_RETURNED_ROWS = tl.constexpr(int(What.RETURNED_ROWS))
+
+# torch.bmm takes another kernel, with another order of its sums, for small T*D (measured up to T*D = 82,000 and never from
+# T = 128 on): there the reduce is torch.bmm itself.
+_MIN_REDUCE_TOKENS = 128
+_MIN_REDUCE_ELEMENTS = 82_000
+_REDUCE_TASK_TOKENS = 8
+_REDUCE_MAX_COLS = 2048
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens", "epoch", "timeout_us"])
+def _gemm_combine_kernel(
+    h,
+    w2,
+    y_RD,
+    scores_TK,
+    out_TD,
+    row_origin_R,
+    tile_offsets,
+    tile_expert,
+    tile_first_row,
+    tile_end_row,
+    peers_W,
+    output_ready,
+    counters,
+    watch,
+    rank,
+    num_tokens,
+    epoch,
+    timeout_us,
+    returned_offset_bytes,
+    flags_offset_bytes,
+    NUM_SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    K: tl.constexpr,
+    L: tl.constexpr,
+    W: tl.constexpr,
+    RANKS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COL_TILES: tl.constexpr,
+    TMA: tl.constexpr,
+    STAGED: tl.constexpr,
+    REDUCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    NUM_COMBINE: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+    TASK_TOKENS: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
+    COPY_COLS: tl.constexpr,
+    REDUCE_COLS: tl.constexpr,
+):
+    """Roles, in the order in which they wait: comp < comm < reduce.
+
+    - comp computes one tile of y, stores the rows of this rank's tokens where reduce reads them and the others into y_RD,
+      and marks the tile. It waits for nothing.
+    - comm waits for the marks of a row tile, that is for comp of this rank, and returns its rows. The last of these tasks
+      (there is one even without rows) tells every rank, also this one, that its rows are there.
+    - reduce waits once for all ranks, that is for comm of every rank, and sums.
+
+    All programs but the last NUM_COMBINE to arrive (and always the first) begin with comp, those with comm, and each goes
+    on to the later roles when its own has no task left: one resident program a rank is enough.
+
+    Two ranks, one tile each, three programs, NUM_COMBINE = 1: on rank 0 the first arrival computes rows 0..5 of y: rows 0, 3
+    (its own t0, t2) into its returned buffer, the others into y_RD; the third waits for that tile, copies rows 1, 2, 4, 5 into
+    rank 1's returned buffer, and sets returned_flags[0] on both ranks; then all three wait for returned_flags[0] and [1] and
+    share the tokens of rank 0.
+    """
+    num_programs = tl.num_programs(0)
+    role = take(counters, ARRIVALS) if DYNAMIC else tl.program_id(0)
+    num_tiles = tl.load(tile_offsets + L)
+    num_col_tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    computes = role < tl.maximum(num_programs - NUM_COMBINE, 1)
+
+    if computes:
+        task = take(counters, FIRST_ROLE)
+        while task < num_tiles * num_col_tiles:
+            tile = task // num_col_tiles
+            col = (task % num_col_tiles) * BLOCK_N
+            expert = tl.load(tile_expert + tile)
+            first_row = tl.load(tile_first_row + tile)
+            end_row = tl.load(tile_end_row + tile)
+            acc = gemm_tile(
+                h, w2, first_row, end_row, expert * D + col, (expert + 1) * D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
+            )
+            rows = first_row + tl.arange(0, TILE_ROWS)
+            cols = col + tl.arange(0, BLOCK_N)
+            origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
+            source = origin // NUM_SLOTS
+            address = region_address(peers_W, source, returned_offset_bytes)
+            address += (origin % NUM_SLOTS).to(tl.int64) * (D * 2)
+            if STAGED:
+                address = tl.where(source == rank, address, y_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2))
+            tl.store(row_ptrs(address, cols), to_bf16(acc), mask=(rows < end_row)[:, None] & (cols < D)[None, :])
+            signal_tile(output_ready + task, epoch)
+            task = take(counters, FIRST_ROLE)
+
+    if DYNAMIC or not computes:
+        # A rank without rows still has one task, so that its peers hear from it.
+        num_tasks = tl.maximum(num_tiles, 1)
+        task = take(counters, SECOND_ROLE)
+        while task < num_tasks:
+            if task < num_tiles:
+                return_tile(
+                    task,
+                    y_RD,
+                    row_origin_R,
+                    tile_first_row,
+                    tile_end_row,
+                    peers_W,
+                    output_ready,
+                    watch,
+                    rank,
+                    epoch,
+                    timeout_us,
+                    returned_offset_bytes,
+                    _KERNEL,
+                    _OUTPUT_TILE,
+                    NUM_SLOTS,
+                    D,
+                    num_col_tiles,
+                    COL_TILES,
+                    STAGED,
+                    TILE_ROWS,
+                    COPY_ROWS,
+                    COPY_COLS,
+                )
+            if is_last(counters, FINISHED, num_tasks):
+                peers = tl.arange(0, RANKS)
+                address = region_address(peers_W, tl.where(peers < W, peers, 0), flags_offset_bytes)
+                signal_ranks(address.to(tl.pointer_type(tl.int32)) + rank, peers < W, epoch, watch)
+            task = take(counters, SECOND_ROLE)
+
+    ranks = tl.arange(0, RANKS)
+    flags = region_address(peers_W, rank, flags_offset_bytes).to(tl.pointer_type(tl.int32))
+    wait_flags(flags + ranks, ranks < W, epoch, watch, timeout_us, _KERNEL, 0, _RETURNED_ROWS, ranks, SYSTEM=True)
+    if REDUCE:
+        task = take(counters, THIRD_ROLE)
+        while task * TASK_TOKENS < num_tokens:
+            reduce_tokens(
+                task,
+                scores_TK,
+                out_TD,
+                peers_W,
+                rank,
+                num_tokens,
+                returned_offset_bytes,
+                D,
+                K,
+                WEIGHTED,
+                TASK_TOKENS,
+                REDUCE_COLS,
+            )
+            task = take(counters, THIRD_ROLE)
+    leave(counters)
+
+
+def reduces_in_kernel(num_tokens: int, dim: int, *, score_before_experts: bool) -> bool:
+    """Whether the kernel's own reduce has the contract's bits; else torch.bmm does it."""
+    return score_before_experts or (num_tokens >= _MIN_REDUCE_TOKENS and num_tokens * dim > _MIN_REDUCE_ELEMENTS)
+
+
+def launch_gemm_combine(
+    h_RF: Tensor,
+    w2_LDF: Tensor,
+    scores_TK: Tensor,
+    plan: RoutingPlan,
+    heap: SymmetricHeap,
+    *,
+    config: KernelConfig,
+    epoch: int,
+    score_before_experts: bool,
+    reduce_in_kernel: bool,
+) -> Tensor:
+    """Runs the kernel and returns out_TD. The K rows of each token stay in the region returned until the next forward."""
+    layout, shape = heap.layout, heap.layout.shape
+    dim, hidden_dim = shape.dim, shape.hidden_dim
+    tiles = config.down
+    num_tokens = len(scores_TK)
+    out_TD = torch.empty(num_tokens, dim, dtype=torch.bfloat16, device=h_RF.device)
+    staged = config.staged_combine and shape.ep_degree > 1
+    y_RD = torch.empty(len(h_RF), dim, dtype=torch.bfloat16, device=h_RF.device) if staged else out_TD
+    w2 = w2_LDF.view(-1, hidden_dim)
+    h = h_RF
+    if tiles.use_tma:
+        h = TensorDescriptor.from_tensor(h_RF, [layout.tile_rows, tiles.block_k])
+        w2 = TensorDescriptor.from_tensor(w2, [tiles.block_n, tiles.block_k])
+    copy_rows, copy_cols = copy_shape(dim)
+    _gemm_combine_kernel[(config.num_programs,)](
+        h,
+        w2,
+        y_RD,
+        scores_TK,
+        out_TD,
+        plan.row_origin_R,
+        plan.tile_offsets,
+        plan.tile_expert,
+        plan.tile_first_row,
+        plan.tile_end_row,
+        heap.peers_W,
+        heap.scoreboard.output_ready,
+        heap.scoreboard.counters,
+        heap.scoreboard.watch,
+        heap.rank,
+        num_tokens,
+        epoch,
+        heap.timeout_us,
+        heap.offset_bytes("returned"),
+        heap.offset_bytes("returned_flags"),
+        NUM_SLOTS=layout.max_tokens * shape.top_k,
+        D=dim,
+        F=hidden_dim,
+        K=shape.top_k,
+        L=shape.num_local_experts,
+        W=shape.ep_degree,
+        RANKS=triton.next_power_of_2(shape.ep_degree),
+        TILE_ROWS=layout.tile_rows,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        COL_TILES=triton.next_power_of_2(triton.cdiv(dim, tiles.block_n)),
+        TMA=tiles.use_tma,
+        STAGED=staged,
+        REDUCE=reduce_in_kernel,
+        WEIGHTED=not score_before_experts,
+        NUM_COMBINE=config.num_combine,
+        DYNAMIC=config.dynamic_roles,
+        TASK_TOKENS=_REDUCE_TASK_TOKENS,
+        COPY_ROWS=copy_rows,
+        COPY_COLS=copy_cols,
+        REDUCE_COLS=min(triton.next_power_of_2(dim), _REDUCE_MAX_COLS),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if not reduce_in_kernel:
+        returned_TKD = heap.region("returned")[: num_tokens * shape.top_k].view(num_tokens, shape.top_k, dim)
+        out_TD = torch.bmm(scores_TK.view(num_tokens, 1, -1), returned_TKD.float()).to(torch.bfloat16).squeeze(1)
+    return out_TD

@@ -1,0 +1,68 @@
+"""The Relay role: one task fills the rows of one GEMM tile, from the receive buffer and from the rank's own tokens."""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.memory import copy_rows, copy_scaled_rows, region_address
+from uniep.kernels.signals import signal_tile, wait_flags
+
+
+@triton.jit
+def relay_tile(
+    tile,
+    x_TD,
+    rows_RD,
+    row_origin_R,
+    tile_first_row,
+    tile_end_row,
+    peers_W,
+    input_ready,
+    watch,
+    rank,
+    epoch,
+    timeout_us,
+    received_offset_bytes,
+    scores_offset_bytes,
+    flags_offset_bytes,
+    KERNEL: tl.constexpr,
+    WHAT: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    COPY_PER_EXPERT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    COPY_ROWS: tl.constexpr,
+    COPY_COLS: tl.constexpr,
+):
+    """Waits for the senders of the tile's rows, which wait for nothing. A token that several experts want came once and is
+    copied once for each. Rows of the rank itself come straight from x_TD. With SCALE_ROWS each row is multiplied by its
+    score, which the exchange brought."""
+    first_row = tl.load(tile_first_row + tile)
+    end_row = tl.load(tile_end_row + tile)
+    rows = first_row + tl.arange(0, TILE_ROWS)
+    exists = rows < end_row
+    origin = tl.load(row_origin_R + rows, mask=exists, other=0)
+    source = origin // NUM_SLOTS
+    slot = origin if COPY_PER_EXPERT else origin // K
+    flags = region_address(peers_W, rank, flags_offset_bytes).to(tl.pointer_type(tl.int32))
+    wait_flags(
+        flags + slot, exists & (source != rank), epoch, watch, timeout_us, KERNEL, tile, WHAT, source, SYSTEM=True
+    )
+
+    received = region_address(peers_W, rank, received_offset_bytes)
+    for start in range(0, TILE_ROWS, COPY_ROWS):
+        rows = first_row + start + tl.arange(0, COPY_ROWS)
+        exists = rows < end_row
+        origin = tl.load(row_origin_R + rows, mask=exists, other=0).to(tl.int64)
+        slot = origin if COPY_PER_EXPERT else origin // K
+        own = x_TD.to(tl.int64) + (origin - rank.to(tl.int64) * NUM_SLOTS) // K * (D * 2)
+        address = tl.where(origin // NUM_SLOTS == rank, own, received + slot * (D * 2))
+        target = rows_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2)
+        if SCALE_ROWS:
+            scores = region_address(peers_W, rank, scores_offset_bytes).to(tl.pointer_type(tl.float32))
+            scale = tl.load(scores + origin, mask=exists, other=0.0)
+            copy_scaled_rows(address, target, scale, exists, D, COPY_COLS)
+        else:
+            copy_rows(address, target, exists, D, COPY_COLS)
+    signal_tile(input_ready + tile, epoch)
