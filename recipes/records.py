@@ -122,7 +122,10 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """The recipe's git commit, with "+changes" when the tree differs from it; None outside a repository."""
+    """The recipe's git commit, with "+changes" when the tree differs from it.
+
+    Outside a repository, as in an image, it is what RECIPE_COMMIT says, or None.
+    """
 
     def git(*args: str) -> str:
         return subprocess.run(
@@ -132,7 +135,7 @@ def commit() -> str | None:
     try:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("RECIPE_COMMIT")
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

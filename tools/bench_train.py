@@ -1,10 +1,10 @@
 """Trains one config with several MoE backends in turn and compares speed, memory and bits.
 
-python -m tools.bench_train CONFIG.toml [--backends torchtitan reference] [--steps 20] [--out FILE.json] [-- KEY VALUE ...]
+python -m tools.bench_train CONFIG.toml [--backends torchtitan reference] [--steps 20] [--out FILE.json] [-- OVERRIDES]
 
-The first backend is the baseline. What stands behind `--` overrides the TOML for every run. Ranks come from NGPU, as for
-run_train.sh. The JSON names the GPU, versions, command and commit; a speed-up stands in it only beside whether the runs'
-losses and gradient norms are identical.
+The first backend is the baseline. What stands behind `--` overrides the TOML for every run. Ranks come from NGPU, as
+for run_train.sh. The JSON names the GPU, versions, command and commit; a speed-up stands in it only beside whether the
+runs' losses and gradient norms are identical (for that a run needs `--debug.deterministic`).
 """
 
 import argparse
@@ -55,6 +55,12 @@ def summarize(folder: Path) -> dict[str, Any]:
     }
 
 
+def _verdict(row: dict[str, Any]) -> str:
+    if "identical" not in row:
+        return "  (baseline)"
+    return f"  {row['speedup']:.2f}x, identical" if row["identical"] else "  not identical: no speed-up is reported"
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
@@ -76,13 +82,13 @@ def main(argv: list[str]) -> int:
         if baseline is not None:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 row["identical"] = compare_runs.main([str(scratch / options.backends[0]), str(folder)]) == 0
-            row["speedup"] = baseline["step_time_ms"] / row["step_time_ms"]
+            row["speedup"] = baseline["step_time_ms"] / row["step_time_ms"] if row["identical"] else None
         baseline = baseline or row
         rows.append(row)
         print(
             f"{backend:12} {row['step_time_ms']:9.1f} ms/step {row['tokens_per_day'] / 1e9:8.3f} B tokens/day "
             f"{row['peak_memory_gib']:6.1f} GiB"
-            + (f"  {row['speedup']:.2f}x, identical: {row['identical']}" if "identical" in row else ""),
+            + _verdict(row),
             flush=True,
         )
     run = json.loads((scratch / options.backends[0] / "run.json").read_text())
