@@ -21,8 +21,8 @@ def check_config(config: JobConfig, world_size: int) -> None:
         world_size: ranks of the whole run.
     """
     _check_model(config)
-    _check_training(config, world_size)
     _check_parallelism(config, world_size)
+    _check_training(config)
     try:
         backend = resolve_backend(config.uniep.backend)
     except BackendError as error:
@@ -62,11 +62,28 @@ def _check_model(config: JobConfig) -> None:
         )
 
 
-def _check_training(config: JobConfig, world_size: int) -> None:
-    training = config.training
+def _check_training(config: JobConfig) -> None:
+    training, parallelism = config.training, config.parallelism
     for key in ("seq_len", "local_batch_size", "steps"):
         if getattr(training, key) < 1:
             raise ConfigError(f"[training] {key} must be at least 1, got {getattr(training, key)}")
+    divisor = 2 * parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    if training.seq_len % divisor:
+        raise ConfigError(
+            "[training] seq_len must be divisible by 2 * tensor_parallel_degree * context_parallel_degree = "
+            f"{divisor}, got {training.seq_len}"
+        )
+    args = FAMILIES[config.model.name].model_args[config.model.flavor]
+    if parallelism.context_parallel_degree > 1 and args.attn_type != "sdpa":
+        raise ConfigError(
+            f"[parallelism] context_parallel_degree must be 1 for the {args.attn_type} attention of "
+            f'[model] flavor = "{config.model.flavor}", got {parallelism.context_parallel_degree}'
+        )
+    if parallelism.pipeline_parallel_degree > 1 and FAMILIES[config.model.name].pipelining_fn is None:
+        raise ConfigError(
+            f'[parallelism] pipeline_parallel_degree must be 1 for [model] name = "{config.model.name}", '
+            f"got {parallelism.pipeline_parallel_degree}"
+        )
 
 
 def _check_parallelism(config: JobConfig, world_size: int) -> None:

@@ -13,7 +13,6 @@ Every argument overrides the TOML: `--training.steps 20 --uniep.backend referenc
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -92,18 +91,18 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
         print(__doc__.split("\n\n", 1)[1], end="")
         return 0
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not any(re.match(r"--job\.config[-_]file(=|$)", arg) for arg in args):
-        default = DEFAULT_CONFIG_GPU if num_gpus else DEFAULT_CONFIG_CPU
-        args = ["--job.config_file", env.get("CONFIG_FILE") or default, *args]
-    if "--keys" in args:
-        load_config([arg for arg in args if arg != "--keys"] + ["--help"])
     try:
         ranks_per_node = _int(env, "NGPU", num_gpus or 2)
         if ranks_per_node < 1 or (num_gpus and ranks_per_node > num_gpus):
             limit = f"1 to {num_gpus}, the GPUs of this node" if num_gpus else "at least 1"
             raise ConfigError(f"NGPU must be {limit}, got {ranks_per_node}")
         nodes = find_nodes(env)
-        check_config(load_config(args), nodes.num_nodes * ranks_per_node)
+        world_size = nodes.num_nodes * ranks_per_node
+        if not _has(args, "job.config_file"):
+            args = [*_config_arguments(env, args, has_gpu=num_gpus > 0, world_size=world_size), *args]
+        if "--keys" in args:
+            args = [*(arg for arg in args if arg != "--keys"), "--help"]
+        check_config(load_config(args), world_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -114,6 +113,21 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
     print(f"Training {args[1]} on {nodes.num_nodes} node(s), {where}", flush=True)
     os.execve(command[0], command, dict(env))
     raise AssertionError("unreachable")
+
+
+def _config_arguments(env: Mapping[str, str], args: list[str], *, has_gpu: bool, world_size: int) -> list[str]:
+    if env.get("CONFIG_FILE"):
+        return ["--job.config_file", env["CONFIG_FILE"]]
+    chosen = ["--job.config_file", DEFAULT_CONFIG_GPU if has_gpu else DEFAULT_CONFIG_CPU]
+    if not _has(args, "parallelism.expert_parallel_degree"):
+        # The default must train on any number of ranks.
+        degree = next(degree for degree in (8, 4, 2, 1) if world_size % degree == 0)
+        chosen += ["--parallelism.expert_parallel_degree", str(degree)]
+    return chosen
+
+
+def _has(args: list[str], key: str) -> bool:
+    return any(arg.split("=")[0].replace("-", "_") == f"__{key}" for arg in args)
 
 
 def _first_slurm_host(env: Mapping[str, str]) -> str:

@@ -38,7 +38,7 @@ class WandbLogger(BaseLogger):
     def __init__(self, folder: str, job_config: JobConfig, run_id: str):
         import wandb
 
-        mode = os.environ.get("WANDB_MODE")
+        mode: Any = os.environ.get("WANDB_MODE")
         if mode is None and not _has_wandb_login():
             mode = "offline"
             logger.info("wandb has no API key: the run is recorded offline; `wandb sync` uploads it later")
@@ -67,6 +67,10 @@ class WandbLogger(BaseLogger):
 
 class RecipeMetrics(MetricsProcessor):
     """TorchTitan's processor, with a record of every step and global tokens/day."""
+
+    logger: BaseLogger
+    time_last_log: float
+    ntokens_since_last_log: int
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims, tag: str | None = None):
         stock_config = copy.copy(job_config)

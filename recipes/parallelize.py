@@ -1,6 +1,7 @@
 """Parallelisms for both families, from TorchTitan's own pieces, with the routed experts placed by us."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,12 +33,16 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
         logger.info(f'MoE backend: "{backend}" ([uniep] backend = "{job_config.uniep.backend}")')
         if backend == "torchtitan":
             return stock_parallelize(model, parallel_dims, job_config)
-        for block in model.layers.values():
+        for block in _blocks(model):
             if block.moe_enabled:
                 block.moe = UniEPMoE(block.moe, backend=backend, ep_mesh=parallel_dims.get_optional_mesh("ep"))
         return _parallelize(model, parallel_dims, job_config, ac_save_ops)
 
     return parallelize
+
+
+def _blocks(model: nn.Module) -> list[Any]:
+    return list(model.get_submodule("layers").children())
 
 
 def backend_that_ran(model: nn.Module) -> str:
@@ -54,9 +59,9 @@ def _parallelize(
     model_compile_enabled = job_config.compile.enable and "model" in job_config.compile.components
     if parallel_dims.cp_enabled:
         apply_cp_to_attention_module(
-            [block.attention.inner_attention for block in model.layers.values()],
+            [block.attention.inner_attention for block in _blocks(model)],
             parallel_dims.get_mesh("cp"),
-            model.model_args.attn_type,
+            "sdpa",
         )
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(

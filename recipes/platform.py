@@ -50,7 +50,7 @@ def prepare_platform() -> None:
     device_module = _CpuDeviceModule()
     stock_get_device_module = torch._utils._get_device_module
     torch._utils._get_available_device_type = lambda: "cpu"
-    torch._utils._get_device_module = lambda device_type="cpu": (
+    torch._utils._get_device_module = lambda device_type="cpu": (  # type: ignore[assignment]
         device_module if device_type == "cpu" else stock_get_device_module(device_type)
     )
 

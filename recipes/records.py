@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torchtitan.tools.logging import logger
@@ -60,7 +60,7 @@ class RunRecords:
         self.run_id: str = (earlier or {}).get("run_id") or uuid.uuid4().hex[:12]
         self.is_continued = earlier is not None
         self._run = {"run_id": self.run_id, "restarts": earlier.get("restarts", 0) + 1 if earlier else 0} | run
-        self._metrics = None
+        self._metrics: TextIO | None = None
         self._write_run()
 
     def note(self, **facts: Any) -> None:
@@ -84,7 +84,7 @@ class RunRecords:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, self._folder / RUN_FILE)
 
-    def _open_metrics(self, first_step: int) -> Any:
+    def _open_metrics(self, first_step: int) -> TextIO:
         path = self._folder / METRICS_FILE
         if path.exists() and first_step == 1 and not self.is_continued:
             kept = _free_name(path)

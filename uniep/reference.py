@@ -121,7 +121,9 @@ def sum_by_expert(rows_TKD: Tensor, expert_ids_TK: Tensor) -> Tensor:
 
 
 class _ReferenceMoE(torch.autograd.Function):
+    # Without FSDP (one GPU) TorchTitan trains under autocast; these two give the backward the forward's.
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
     def forward(
         ctx: Any,
         x_TD: Tensor,
@@ -158,6 +160,7 @@ class _ReferenceMoE(torch.autograd.Function):
         return out_TD
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (grad_TD,) = grads
         scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, a_PD, gate_PF, up_PF, y_TKD, x_TD = ctx.saved_tensors
