@@ -102,7 +102,8 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
             args = [*_config_arguments(env, args, has_gpu=num_gpus > 0, world_size=world_size), *args]
         if "--keys" in args:
             args = [*(arg for arg in args if arg != "--keys"), "--help"]
-        check_config(load_config(args), world_size)
+        config = load_config(args)
+        check_config(config, world_size)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -110,7 +111,7 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
         env = {**env, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks_per_node))}
     command = torchrun_command(nodes, ranks_per_node, env.get("LOG_RANK", "0"), args)
     where = f"{ranks_per_node} GPUs" if num_gpus else f"CPUs, {ranks_per_node} ranks (no GPU is visible)"
-    print(f"Training {args[1]} on {nodes.num_nodes} node(s), {where}", flush=True)
+    print(f"Training {config.job.config_file} on {nodes.num_nodes} node(s), {where}", flush=True)
     os.execve(command[0], command, dict(env))
     raise AssertionError("unreachable")
 
