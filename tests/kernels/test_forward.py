@@ -83,7 +83,6 @@ CASES = {
     ),
     "copy_per_expert": Case(2, 4, (9, 9), copy_per_expert=True),
     "by_token": Case(2, 4, (9, 9), config=replace(CONFIG, by_priority=False)),
-    "static_roles": Case(2, 4, (9, 9), config=replace(CONFIG, dynamic_roles=False)),
     "direct_combine": Case(2, 4, (9, 9), config=replace(CONFIG, staged_combine=False)),
 }
 
@@ -124,7 +123,7 @@ def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             outs.append(out.float().numpy())
         return outs
 
-    for rank, outs in enumerate(run_ranks(case.layout, body)):
+    for rank, outs in enumerate(run_ranks(case.layout, body, timeout_s=10.0)):
         for batch, out in zip(batches, outs, strict=True):
             expected = moe_ref(batch, score_before_experts=case.score_before_experts)[rank].float()
             assert torch.isfinite(expected).all()

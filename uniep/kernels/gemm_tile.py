@@ -13,14 +13,25 @@ from uniep.kernels.numerics import dot_bf16
 
 
 @triton.jit
-def _load_tile(source, row, col, end_row, COLS: tl.constexpr, ROWS_OF_TILE: tl.constexpr, COLS_OF_TILE: tl.constexpr, TMA):
+def _load_tile(
+    source,
+    row,
+    col,
+    end_row,
+    COLS: tl.constexpr,
+    ROWS_OF_TILE: tl.constexpr,
+    COLS_OF_TILE: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """A [ROWS_OF_TILE, COLS_OF_TILE] tile of a matrix with COLS columns: a TMA descriptor or a pointer."""
     if TMA:
-        return source.load([row, col])
-    rows = row + tl.arange(0, ROWS_OF_TILE)
-    cols = col + tl.arange(0, COLS_OF_TILE)
-    ptrs = source + rows[:, None].to(tl.int64) * COLS + cols[None, :]
-    return tl.load(ptrs, mask=(rows < end_row)[:, None] & (cols < COLS)[None, :], other=0.0)
+        tile = source.load([row, col])
+    else:
+        rows = row + tl.arange(0, ROWS_OF_TILE)
+        cols = col + tl.arange(0, COLS_OF_TILE)
+        ptrs = source + rows[:, None].to(tl.int64) * COLS + cols[None, :]
+        tile = tl.load(ptrs, mask=(rows < end_row)[:, None] & (cols < COLS)[None, :], other=0.0)
+    return tile
 
 
 @triton.jit

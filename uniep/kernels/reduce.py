@@ -28,11 +28,14 @@ def reduce_tokens(
     """
     returned = region_address(peers_W, rank, returned_offset_bytes)
     returned = tl.multiple_of(returned.to(tl.pointer_type(tl.bfloat16)), 16)
-    for token in range(task * TASK_TOKENS, tl.minimum((task + 1) * TASK_TOKENS, num_tokens)):
+    for index in range(0, TASK_TOKENS):
+        token = task * TASK_TOKENS + index
+        # A token past the end is summed into nothing.
+        exists = token < num_tokens
         rows = returned + token.to(tl.int64) * (K * D)
         for start in range(0, D, COLS):
             cols = start + tl.arange(0, COLS)
-            inside = cols < D
+            inside = (cols < D) & exists
             acc0 = tl.zeros((COLS,), tl.float32)
             acc1 = tl.zeros((COLS,), tl.float32)
             acc2 = tl.zeros((COLS,), tl.float32)
@@ -40,7 +43,7 @@ def reduce_tokens(
             for k in tl.static_range(K):
                 y = tl.load(rows + k * D + cols, mask=inside, other=0.0).to(tl.float32)
                 if WEIGHTED:
-                    score = tl.load(scores_TK + token * K + k)
+                    score = tl.load(scores_TK + token * K + k, mask=exists, other=0.0)
                     acc0 = tl.fma(tl.zeros((COLS,), tl.float32) + score, y, acc0)
                 elif k % 4 == 0:
                     acc0 += y

@@ -52,17 +52,17 @@ def relay_tile(
 
     received = region_address(peers_W, rank, received_offset_bytes)
     for start in range(0, TILE_ROWS, COPY_ROWS):
-        rows = first_row + start + tl.arange(0, COPY_ROWS)
-        exists = rows < end_row
-        origin = tl.load(row_origin_R + rows, mask=exists, other=0).to(tl.int64)
-        slot = origin if COPY_PER_EXPERT else origin // K
-        own = x_TD.to(tl.int64) + (origin - rank.to(tl.int64) * NUM_SLOTS) // K * (D * 2)
-        address = tl.where(origin // NUM_SLOTS == rank, own, received + slot * (D * 2))
-        target = rows_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2)
+        step_rows = first_row + start + tl.arange(0, COPY_ROWS)
+        step_exists = step_rows < end_row
+        step_origin = tl.load(row_origin_R + step_rows, mask=step_exists, other=0).to(tl.int64)
+        step_slot = step_origin if COPY_PER_EXPERT else step_origin // K
+        own = x_TD.to(tl.int64) + (step_origin - rank.to(tl.int64) * NUM_SLOTS) // K * (D * 2)
+        address = tl.where(step_origin // NUM_SLOTS == rank, own, received + step_slot * (D * 2))
+        target = rows_RD.to(tl.int64) + step_rows.to(tl.int64) * (D * 2)
         if SCALE_ROWS:
             scores = region_address(peers_W, rank, scores_offset_bytes).to(tl.pointer_type(tl.float32))
-            scale = tl.load(scores + origin, mask=exists, other=0.0)
-            copy_scaled_rows(address, target, scale, exists, D, COPY_COLS)
+            scale = tl.load(scores + step_origin, mask=step_exists, other=0.0)
+            copy_scaled_rows(address, target, scale, step_exists, D, COPY_COLS)
         else:
-            copy_rows(address, target, exists, D, COPY_COLS)
+            copy_rows(address, target, step_exists, D, COPY_COLS)
     signal_tile(input_ready + tile, epoch)

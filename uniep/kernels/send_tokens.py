@@ -49,11 +49,12 @@ def send_tokens(
     if first < end:
         received = region_address(peers_W, destination, received_offset_bytes)
         for start in range(0, CHUNK, COPY_ROWS):
-            index = first + start + tl.arange(0, COPY_ROWS)
-            exists = index < end
-            flat = tl.load(send_rows_N + index, mask=exists, other=0).to(tl.int64)
-            slot = origin + flat if COPY_PER_EXPERT else (origin + flat) // K
-            copy_rows(x_TD.to(tl.int64) + flat // K * (D * 2), received + slot * (D * 2), exists, D, COPY_COLS)
+            step_index = first + start + tl.arange(0, COPY_ROWS)
+            step_exists = step_index < end
+            step_flat = tl.load(send_rows_N + step_index, mask=step_exists, other=0).to(tl.int64)
+            step_slot = origin + step_flat if COPY_PER_EXPERT else (origin + step_flat) // K
+            source = x_TD.to(tl.int64) + step_flat // K * (D * 2)
+            copy_rows(source, received + step_slot * (D * 2), step_exists, D, COPY_COLS)
         index = first + tl.arange(0, LANES)
         exists = index < end
         flat = tl.load(send_rows_N + index, mask=exists, other=0).to(tl.int64)

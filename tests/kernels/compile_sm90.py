@@ -1,0 +1,152 @@
+"""Compiles every kernel for Hopper as its launcher would launch it, on a machine without a GPU, and prints what it costs.
+
+    python tests/kernels/compile_sm90.py
+
+One JSON line a kernel: registers a thread, bytes of spills, bytes of shared memory, whether wgmma and TMA are used. Run it
+without TRITON_INTERPRET: tests/kernels/test_compile_sm90.py does so.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from uniep.kernels import build_plan
+from uniep.kernels.config import KernelConfig, TileConfig
+from uniep.kernels.dispatch_gemm import launch_dispatch_gemm
+from uniep.kernels.exchange_routing import launch_exchange_routing
+from uniep.kernels.gemm_combine import launch_gemm_combine
+from uniep.plan.layout import HeapLayout
+from uniep.shapes import MoEShape
+from uniep.symmetric.heap import SymmetricHeap
+
+TARGET = GPUTarget("cuda", 90, 32)
+_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+@dataclass
+class Capture:
+    """Stands in for a jitted kernel and keeps what it is launched with."""
+
+    kernel: Any
+    launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.launches.append((args, kwargs))
+
+
+def compile_launch(capture: Capture) -> dict[str, Any]:
+    """Compiles the first launch of a kernel with the types and alignments of its arguments."""
+    kernel = capture.kernel
+    args, kwargs = capture.launches[0]
+    names = kernel.arg_names
+    options = {name: value for name, value in kwargs.items() if name not in names}
+    values = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+    signature, constants, attrs = {}, {}, {}
+    for index, name in enumerate(names):
+        value = values[name]
+        if name in kwargs or value is None:
+            signature[name] = "constexpr"
+            constants[(index,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{_TYPES[value.dtype]}"
+            # A plan's tensors are parts of one allocation and so aligned to 4 bytes only.
+            if value.dtype == torch.bfloat16:
+                attrs[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and name.endswith("_bytes"):
+                attrs[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
+    binary = triton.compile(source, target=TARGET, options=options)
+    return {"kernel": kernel.__name__, "shared_bytes": binary.metadata.shared} | _resources(binary)
+
+
+def _resources(binary: Any) -> dict[str, Any]:
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else "/tmp") / f"{binary.metadata.name}.cubin"
+    path.write_bytes(binary.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    path.unlink()
+    ptx = binary.asm["ptx"]
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spill_bytes": int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1]),
+        "wgmma": "wgmma.mma_async" in ptx,
+        "tma": "cp.async.bulk.tensor" in ptx,
+        "narrow_row_copies": len(re.findall(r"(?:ld|st)\.global\.b16", ptx)),
+    }
+
+
+def capture_launches(shape: MoEShape, num_tokens: int, config: KernelConfig, *, score_before_experts: bool) -> list[Capture]:
+    """Calls every launcher with tensors that have no memory."""
+    captures = []
+    for module, kernels in (
+        ("exchange_routing", ["_exchange_routing_kernel"]),
+        ("build_plan", ["_count_kernel", "_scan_kernel", "_scatter_kernel"]),
+        ("dispatch_gemm", ["_dispatch_gemm_kernel"]),
+        ("gemm_combine", ["_gemm_combine_kernel"]),
+    ):
+        imported = importlib.import_module(f"uniep.kernels.{module}")
+        for name in kernels:
+            kernel = getattr(imported, name)
+            captures.append(Capture(kernel.kernel if isinstance(kernel, Capture) else kernel))
+            setattr(imported, name, captures[-1])
+    build_plan.PendingSizes = lambda *_: None
+
+    layout = HeapLayout(shape, num_tokens)
+    meta = torch.device("meta")
+    base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=meta)
+    heap = SymmetricHeap(
+        layout, rank=0, base_U8=base, peer_addresses=[0] * shape.ep_degree, close=lambda: None
+    )
+    dim, hidden_dim, num_local = shape.dim, shape.hidden_dim, shape.num_local_experts
+    x = torch.empty(num_tokens, dim, dtype=torch.bfloat16, device=meta)
+    w1, w3 = (torch.empty(num_local, hidden_dim, dim, dtype=torch.bfloat16, device=meta) for _ in range(2))
+    w2 = torch.empty(num_local, dim, hidden_dim, dtype=torch.bfloat16, device=meta)
+    ids = torch.empty(num_tokens, shape.top_k, dtype=torch.int64, device=meta)
+    scores = torch.empty(num_tokens, shape.top_k, device=meta)
+    launch_exchange_routing(ids, scores, heap, epoch=1)
+    plan, _ = build_plan.launch_build_plan(heap)
+    score = {"score_before_experts": score_before_experts}
+    rows = num_tokens * shape.top_k
+    up = launch_dispatch_gemm(
+        x, w1, w3, plan, heap, config=config, num_rows=rows, epoch=1, save_halves=True, **score
+    )
+    launch_gemm_combine(up.h_RF, w2, scores, plan, heap, config=config, epoch=1, reduce_in_kernel=True, **score)
+    return captures
+
+
+# A kernel in full for one shape; of the others only the two that depend on it most.
+SHAPES = {
+    "qwen3-30b-a3b": MoEShape(128, 8, 2048, 768, 2),
+    "deepseek-v3-e64": MoEShape(64, 8, 7168, 2048, 2),
+    "kimi-linear-48b-a3b": MoEShape(256, 8, 2304, 1024, 8),
+}
+
+
+def main() -> None:
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        tiles = TileConfig(num_stages=3 if index == 0 else 4)
+        config = KernelConfig(num_programs=132, up=tiles, down=tiles)
+        for capture in capture_launches(shape, 8192, config, score_before_experts=index == 2):
+            if index == 0 or "gemm" in capture.kernel.__name__:
+                row = {"shape": name, "num_stages": tiles.num_stages} | compile_launch(capture)
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

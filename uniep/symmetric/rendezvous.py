@@ -1,0 +1,39 @@
+"""The first step of opening a heap between processes: everyone is there, and with the same layout."""
+
+from datetime import timedelta
+from itertools import count
+
+import torch.distributed as dist
+
+from uniep.plan.layout import HeapLayout
+from uniep.symmetric.heap import HeapError
+
+
+def meet(layout: HeapLayout, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+    """Returns once every rank of the group opens a heap of this layout.
+
+    It goes through the group's key-value store and not through a collective: a collective that one rank enters alone hangs,
+    or pairs with another of a peer, and names nobody.
+
+    Raises:
+        HeapError: names the rank that did not come, or whose layout differs.
+    """
+    if group.size() != layout.shape.ep_degree:
+        raise HeapError(f"ranks of the group must be ep_degree = {layout.shape.ep_degree}, got {group.size()}")
+    store = dist.distributed_c10d._get_process_group_store(group)
+    rank = group.rank()
+    # A rank's own keys tell how many heaps it has opened in this group before.
+    number = next(number for number in count() if not store.check([f"uniep_heap/{number}/{rank}"]))
+    mine = repr(layout)
+    store.set(f"uniep_heap/{number}/{rank}", mine)
+    for peer in range(group.size()):
+        key = f"uniep_heap/{number}/{peer}"
+        try:
+            store.wait([key], timedelta(seconds=timeout_s))
+        except (RuntimeError, dist.DistStoreError) as error:
+            raise HeapError(
+                f"rank {peer} must open its heap within {timeout_s:g} s of rank {rank}, got no word from it"
+            ) from error
+        theirs = store.get(key).decode()
+        if theirs != mine:
+            raise HeapError(f"heap of rank {peer} must be {mine} as on rank {rank}, got {theirs}")
