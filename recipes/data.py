@@ -22,6 +22,8 @@ LOCAL = "local"
 # How the `datasets` library reads a file of each suffix.
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 _HASH_CONTENT_UP_TO_BYTES = 8 << 30
+# A sample of the standard library: about a function.
+_PIECE_CHARACTERS = 1500
 
 
 class DataError(ValueError):
@@ -46,10 +48,7 @@ class DataFingerprint:
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
-    """The running Python's own modules as (name, path), tests left out.
-
-    They come in the order of their names' hashes, so that neighbouring samples are not from one package.
-    """
+    """The running Python's own modules as (name, path), in the order of their names, tests left out."""
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, subfolders, names in os.walk(root):
@@ -58,7 +57,7 @@ def stdlib_files() -> list[tuple[str, Path]]:
         ]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     named = [(path.relative_to(root).as_posix(), path) for path in files]
-    return sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
+    return sorted(named)
 
 
 def local_files(path: str) -> list[Path]:
@@ -132,8 +131,18 @@ def _hash_files(files: list[tuple[str, Path]]) -> str:
 
 
 def _load_stdlib(path: str) -> datasets.Dataset:
-    texts = [file.read_text(encoding="utf-8", errors="replace") for _, file in stdlib_files()]
-    return datasets.Dataset.from_dict({"text": [text for text in texts if text.strip()]})
+    pieces = []
+    for _, file in stdlib_files():
+        piece = ""
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            piece += line
+            if len(piece) >= _PIECE_CHARACTERS:
+                pieces.append(piece)
+                piece = ""
+        if piece.strip():
+            pieces.append(piece)
+    # In the order of their hashes, so that a batch mixes pieces of many modules.
+    return datasets.Dataset.from_dict({"text": sorted(pieces, key=lambda text: hashlib.sha256(text.encode()).digest())})
 
 
 def _load_local(path: str) -> datasets.Dataset:

@@ -1,4 +1,4 @@
-"""Worker: our MoE block against TorchTitan's own on the same weights and tokens, output and every gradient, bit for bit.
+"""Worker: our MoE block against TorchTitan's own on the same weights and tokens: output and gradients, bit for bit.
 
 torchrun --nproc_per_node=2 tests/gpu/stock_equality.py [--tokens 2048] [--cases shapes,top_k,routing]
 Prints a JSON line a case on rank 0 and exits with 1 if any case is unequal.

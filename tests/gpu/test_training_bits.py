@@ -25,8 +25,8 @@ def start(config: str, folder: Path, *overrides: str) -> subprocess.Popen:
         "--metrics.no-enable-wandb",
         *overrides,
     ]
-    log = open(f"{folder}.log", "w")
-    return subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env={**os.environ, "NGPU": "2"})
+    with open(f"{folder}.log", "w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env={**os.environ, "NGPU": "2"})
 
 
 @pytest.mark.parametrize("ac_mode", ["none", "selective", "full"])
