@@ -1,12 +1,45 @@
-"""Which MoE block runs on this machine."""
+"""Which MoE block runs on this machine, and what it needs to run."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh
+from torchtitan.tools.logging import logger
 
-from recipes.config import Backend
+from recipes.config import Backend, UniEP
+from uniep.kernels.config import default_config
+from uniep.layer import fused_moe
+from uniep.plan.layout import HeapLayout
+from uniep.reference import reference_moe
+from uniep.shapes import MoEShape
+from uniep.symmetric.heap import HeapError, SymmetricHeap
+from uniep.symmetric.nvshmem import open_nvshmem
+from uniep.symmetric.torch_symmetric import open_torch_symmetric
+from uniep.symmetric.virtual_ranks import open_virtual_ranks
 
 
 class BackendError(ValueError):
     """A backend that this machine or version cannot run."""
+
+
+@dataclass(frozen=True)
+class RoutedBackend:
+    """The routed experts of all MoE layers of a model.
+
+    Attributes:
+        name: the backend that runs.
+        run: (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, *, score_before_experts) -> out_TD.
+        facts: what the record of a run says about it.
+        close: gives back what it holds; all ranks call it together, after the last step.
+    """
+
+    name: str
+    run: Callable[..., Tensor]
+    facts: Mapping[str, str] = field(default_factory=dict)
+    close: Callable[[], None] = lambda: None
 
 
 def resolve_backend(requested: Backend) -> Backend:
@@ -18,14 +51,52 @@ def resolve_backend(requested: Backend) -> Backend:
     has_gpu = torch.cuda.is_available()
     if requested == "auto":
         return "reference"
-    if requested == "uniep":
+    if requested in ("torchtitan", "uniep") and not has_gpu:
+        why = {
+            "torchtitan": "TorchTitan's MoE block permutes tokens with a GPU kernel",
+            "uniep": "its kernels need one",
+        }
         raise BackendError(
-            '[uniep] backend must be "auto", "reference" or "torchtitan" in this version, got "uniep": '
-            "the fused kernels are not in it yet"
-        )
-    if requested == "torchtitan" and not has_gpu:
-        raise BackendError(
-            '[uniep] backend must be "auto" or "reference" on a machine without a GPU, got "torchtitan": '
-            "TorchTitan's own MoE block permutes tokens with a GPU kernel"
+            '[uniep] backend must be "auto" or "reference" on a machine without a GPU, '
+            f'got "{requested}": {why[requested]}'
         )
     return requested
+
+
+def open_backend(
+    name: Backend, shape: MoEShape, *, max_tokens: int, ep_mesh: DeviceMesh | None, options: UniEP
+) -> RoutedBackend:
+    """Opens a backend for all MoE layers of a shape.
+
+    Args:
+        max_tokens: the most tokens that a rank brings to a layer.
+        ep_mesh: the expert-parallel ranks, or None for one.
+        options: the [uniep] section.
+
+    Raises:
+        HeapError: the fused kernels' symmetric memory could not be opened.
+    """
+    group = None if ep_mesh is None else ep_mesh.get_group()
+    if name == "reference":
+        return RoutedBackend(name, functools.partial(reference_moe, group=group))
+    device = torch.device("cuda", torch.cuda.current_device())
+    heap, memory = _open_heap(HeapLayout(shape, max_tokens), group, device, options)
+    logger.info(f"Symmetric memory: {memory}, {heap.layout.num_bytes / 2**30:.2f} GiB a rank for {max_tokens} tokens")
+    run = functools.partial(fused_moe, heap=heap, config=default_config(device), group=group)
+    return RoutedBackend(name, run, {"symmetric_memory": memory}, heap.close)
+
+
+def _open_heap(
+    layout: HeapLayout, group: torch.distributed.ProcessGroup | None, device: torch.device, options: UniEP
+) -> tuple[SymmetricHeap, str]:
+    timeout_s = options.wait_timeout_s
+    if group is None:
+        return open_virtual_ranks(layout, device=device, timeout_s=timeout_s)[0], "plain (one rank)"
+    if options.symmetric_memory in ("auto", "nvshmem"):
+        try:
+            return open_nvshmem(layout, group=group, device=device, timeout_s=timeout_s), "nvshmem"
+        except HeapError as error:
+            if options.symmetric_memory == "nvshmem":
+                raise
+            logger.warning(f"NVSHMEM is not used, torch's symmetric memory takes its place: {error}")
+    return open_torch_symmetric(layout, group=group, device=device, timeout_s=timeout_s), "torch"

@@ -23,6 +23,12 @@ class UniEP:
     - "auto": the best of these that this machine runs; the log and run.json say which.
     """
 
+    symmetric_memory: Literal["auto", "nvshmem", "torch"] = "auto"
+    """Memory that other ranks write into, for "uniep": NVSHMEM or torch's own; "auto" tries them in this order."""
+
+    wait_timeout_s: float = 60.0
+    """Seconds after which a kernel of "uniep" gives up a wait for a peer; the run then ends and names the peer."""
+
 
 @dataclass
 class JobConfig:

@@ -1,19 +1,12 @@
 """The seam in TorchTitan's MoE block: what lies between its router and its output becomes one call."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.moe.moe import GroupedExperts, MoE
 
-from uniep.reference import reference_moe
-
-RoutedExpertsFn = Callable[..., Tensor]
-"""(x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, *, score_before_experts, group) -> out_TD."""
-
-_ROUTED_EXPERTS: dict[str, RoutedExpertsFn] = {"reference": reference_moe}
+from recipes.backend import RoutedBackend
 
 
 class Routing:
@@ -36,20 +29,20 @@ class RoutedExperts(GroupedExperts):
     It is this module's own forward and no hook around it, because FSDP2 gathers the weights when it is called.
     """
 
-    def __init__(self, stock: GroupedExperts, *, backend: str, score_before_experts: bool, ep_mesh: DeviceMesh | None):
+    def __init__(
+        self, stock: GroupedExperts, backend: RoutedBackend, *, score_before_experts: bool, ep_mesh: DeviceMesh | None
+    ):
         nn.Module.__init__(self)
         self.num_experts = stock.num_experts
         self.w1, self.w2, self.w3 = stock.w1, stock.w2, stock.w3
         self.backend = backend
         self.score_before_experts = score_before_experts
-        self.group = None
         if ep_mesh is not None:
-            self.group = ep_mesh.get_group()
             ExpertParallel()._partition_fn("experts", self, ep_mesh)  # w1, w2, w3 as DTensors, Shard(0)
 
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:  # type: ignore[override]
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
-        return _ROUTED_EXPERTS[self.backend](
+        return self.backend.run(
             x_TD,
             routing.scores_TK,
             routing.expert_ids_TK,
@@ -57,7 +50,6 @@ class RoutedExperts(GroupedExperts):
             w2,
             w3,
             score_before_experts=self.score_before_experts,
-            group=self.group,
         )
 
 
@@ -68,10 +60,10 @@ class UniEPMoE(MoE):
     summed, the second in which order autograd sums the gradient of x.
     """
 
-    def __init__(self, stock: MoE, *, backend: str, ep_mesh: DeviceMesh | None):
+    def __init__(self, stock: MoE, backend: RoutedBackend, *, ep_mesh: DeviceMesh | None):
         nn.Module.__init__(self)
         self.experts = RoutedExperts(
-            stock.experts, backend=backend, score_before_experts=stock.score_before_experts, ep_mesh=ep_mesh
+            stock.experts, backend, score_before_experts=stock.score_before_experts, ep_mesh=ep_mesh
         )
         self.router = stock.router
         self.shared_experts = stock.shared_experts

@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from recipes.data import fingerprint
-from recipes.parallelize import backend_that_ran
+from recipes.parallelize import routed_backend
 from recipes.records import RunRecords, StepRecord, commit, versions
 
 SECONDS_PER_DAY = 86400
@@ -211,7 +211,9 @@ class RecipeMetrics(MetricsProcessor):
 
     def _backend(self) -> dict[str, str]:
         assert self.model_parts is not None
-        return {"requested": self.job_config.uniep.backend, "ran": backend_that_ran(self.model_parts[0])}
+        backend = routed_backend(self.model_parts[0])
+        ran = {"ran": backend.name, **backend.facts} if backend else {"ran": "torchtitan"}
+        return {"requested": self.job_config.uniep.backend, **ran}
 
 
 def build_metrics_processor(

@@ -14,8 +14,9 @@ from torchtitan.models.llama3.infra.parallelize import apply_ddp
 from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp
 from torchtitan.tools.logging import logger
 
-from recipes.backend import resolve_backend
-from recipes.experts import UniEPMoE
+from recipes.backend import RoutedBackend, open_backend, resolve_backend
+from recipes.experts import RoutedExperts, UniEPMoE
+from uniep.shapes import MoEShape
 
 ParallelizeFn = Callable[[nn.Module, ParallelDims, JobConfig], nn.Module]
 
@@ -33,9 +34,20 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
         logger.info(f'MoE backend: "{backend}" ([uniep] backend = "{job_config.uniep.backend}")')
         if backend == "torchtitan":
             return stock_parallelize(model, parallel_dims, job_config)
+        ep_mesh = parallel_dims.get_optional_mesh("ep")
+        args: Any = model.model_args
+        routed = open_backend(
+            backend,
+            MoEShape(
+                args.moe_args.num_experts, args.moe_args.top_k, args.dim, args.moe_inter_dim, ep_degree=parallel_dims.ep
+            ),
+            max_tokens=job_config.training.local_batch_size * job_config.training.seq_len // parallel_dims.cp,
+            ep_mesh=ep_mesh,
+            options=job_config.uniep,
+        )
         for block in _blocks(model):
             if block.moe_enabled:
-                block.moe = UniEPMoE(block.moe, backend=backend, ep_mesh=parallel_dims.get_optional_mesh("ep"))
+                block.moe = UniEPMoE(block.moe, routed, ep_mesh=ep_mesh)
         return _parallelize(model, parallel_dims, job_config, ac_save_ops)
 
     return parallelize
@@ -45,11 +57,9 @@ def _blocks(model: nn.Module) -> list[Any]:
     return list(model.get_submodule("layers").children())
 
 
-def backend_that_ran(model: nn.Module) -> str:
-    """The backend that a parallelised model's MoE blocks hold, read from the modules themselves."""
-    backends = {module.experts.backend for module in model.modules() if isinstance(module, UniEPMoE)}
-    assert len(backends) <= 1, backends
-    return backends.pop() if backends else "torchtitan"
+def routed_backend(model: nn.Module) -> RoutedBackend | None:
+    """The backend that a parallelised model's MoE blocks hold; None for TorchTitan's own."""
+    return next((module.backend for module in model.modules() if isinstance(module, RoutedExperts)), None)
 
 
 def _parallelize(

@@ -3,14 +3,38 @@
 import os
 import sys
 
+from torchtitan import train
+from torchtitan.config import JobConfig
+
 from recipes.checks import ConfigError, check_config
 from recipes.load import load_config
+from recipes.parallelize import routed_backend
+
+
+class RecipeTrainer(train.Trainer):
+    """TorchTitan's Trainer, which also gives back what the MoE backend holds."""
+
+    def close(self) -> None:
+        super().close()
+        if sys.exc_info()[0] is not None:
+            return  # A failed rank comes alone, and giving back symmetric memory waits for all.
+        for part in getattr(self, "model_parts", []):
+            if backend := routed_backend(part):
+                backend.close()
+
+
+class _Parsed:
+    """Hands TorchTitan's main the config that was checked instead of having it parsed again."""
+
+    def __init__(self, config: JobConfig):
+        self._config = config
+
+    def parse_args(self) -> JobConfig:
+        return self._config
 
 
 def main(args: list[str]) -> int:
     """Runs TorchTitan's own training loop on a checked config. Returns the exit status."""
-    from torchtitan import train
-
     try:
         config = load_config(args)
         check_config(config, int(os.environ["WORLD_SIZE"]))
@@ -18,18 +42,8 @@ def main(args: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     train.ConfigManager = lambda: _Parsed(config)  # type: ignore[assignment,misc]
-    train.main(train.Trainer)
+    train.main(RecipeTrainer)
     return 0
-
-
-class _Parsed:
-    """Hands TorchTitan's main the config that was checked instead of having it parsed again."""
-
-    def __init__(self, config):
-        self._config = config
-
-    def parse_args(self):
-        return self._config
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Worker: our MoE block against TorchTitan's own on the same weights and tokens: output and gradients, bit for bit.
 
-torchrun --nproc_per_node=2 tests/gpu/stock_equality.py [--tokens 2048] [--cases shapes,top_k,routing]
+torchrun --nproc_per_node=2 tests/gpu/stock_equality.py [--tokens 2048] [--cases shapes,top_k,routing] [--backend uniep]
 Prints a JSON line a case on rank 0 and exits with 1 if any case is unequal.
 """
 
@@ -21,7 +21,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.moe import MoE, MoEArgs
 
+from recipes.backend import open_backend
+from recipes.config import UniEP
 from recipes.experts import UniEPMoE
+from uniep.shapes import MoEShape
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +83,7 @@ def run(moe: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict[str, 
     return {n: (t.to_local() if isinstance(t, DTensor) else t).clone() for n, t in results.items() if t is not None}
 
 
-def compare(case: Case, mesh, device: torch.device) -> dict:
+def compare(case: Case, mesh, device: torch.device, backend_name: str, memory: str) -> dict:
     args = MoEArgs(
         num_experts=case.E,
         num_shared_experts=case.num_shared_experts,
@@ -105,8 +108,16 @@ def compare(case: Case, mesh, device: torch.device) -> dict:
     grad = torch.randn_like(x)
 
     want = run(stock, x, grad)
-    ours = UniEPMoE(stock, backend="reference", ep_mesh=mesh)
+    backend = open_backend(
+        backend_name,
+        MoEShape(case.E, case.K, case.D, case.F, mesh.size()),
+        max_tokens=case.T,
+        ep_mesh=mesh,
+        options=UniEP(symmetric_memory=memory),
+    )
+    ours = UniEPMoE(stock, backend, ep_mesh=mesh)
     got = run(ours, x, grad)
+    backend.close()
     assert want.keys() == got.keys(), (want.keys(), got.keys())
     unequal = {}
     for name in want:
@@ -122,6 +133,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--cases", default="shapes,top_k,routing")
+    parser.add_argument("--backend", default="reference", choices=("reference", "uniep"))
+    parser.add_argument("--memory", default="auto", choices=("auto", "nvshmem", "torch"))
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -131,7 +144,7 @@ def main() -> int:
     failed = 0
     for group in options.cases.split(","):
         for case in groups[group]():
-            result = compare(case, mesh, device)
+            result = compare(case, mesh, device, options.backend, options.memory)
             failed += not result["equal"]
             if dist.get_rank() == 0:
                 print(json.dumps(result), flush=True)
