@@ -1,6 +1,7 @@
 """The fused MoE layer: the only caller of the kernels."""
 
 import os
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from uniep.reference import reference_moe
 from uniep.symmetric.heap import SymmetricHeap
 
 
-def fused_forward(
+def forward_steps(
     x_TD: Tensor,
     scores_TK: Tensor,
     expert_ids_TK: Tensor,
@@ -27,21 +28,24 @@ def fused_forward(
     score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
-) -> Tensor:
-    """One forward without autograd: expert ids -> exchange -> plan -> dispatch + up GEMM -> down GEMM + combine.
+) -> Generator[None, None, Tensor]:
+    """One forward without autograd, one launch a step: exchange, plan, dispatch + up GEMM, down GEMM + combine.
 
-    All ranks call it together, with any number of tokens up to the heap's max_tokens.
+    It stops between launches, so that one host thread can drive the virtual ranks of a GPU side by side: a kernel waits
+    for those of the other ranks, which must then be launched before the host waits for anything.
 
     Raises:
         ValueError: an input does not fit the heap's layout, or CUDA_DEVICE_MAX_CONNECTIONS is 1.
-        WaitTimeoutError: a kernel of an earlier forward gave up a wait.
+        WaitTimeoutError: a kernel of this forward's exchange or of an earlier forward gave up a wait.
     """
     _check_inputs(x_TD, w1_LFD, w2_LDF, w3_LFD, heap)
     x_TD, scores_TK = x_TD.contiguous(), scores_TK.contiguous()
     w1_LFD, w2_LDF, w3_LFD = (w.to(torch.bfloat16).contiguous() for w in (w1_LFD, w2_LDF, w3_LFD))
     epoch = heap.next_epoch()
     launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch)
+    yield
     plan, sizes = launch_build_plan(heap, by_priority=config.by_priority)
+    yield
     up = launch_dispatch_gemm(
         x_TD,
         w1_LFD,
@@ -54,6 +58,7 @@ def fused_forward(
         score_before_experts=score_before_experts,
         save_halves=False,
     )
+    yield
     return launch_gemm_combine(
         up.h_RF,
         w2_LDF,
@@ -67,9 +72,19 @@ def fused_forward(
     )
 
 
+def fused_forward(*tensors: Tensor, score_before_experts: bool, heap: SymmetricHeap, config: KernelConfig) -> Tensor:
+    """`forward_steps` in one go. All ranks call it together, with any number of tokens up to the heap's max_tokens."""
+    steps = forward_steps(*tensors, score_before_experts=score_before_experts, heap=heap, config=config)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
 class _FusedMoE(torch.autograd.Function):
-    """The fused forward, and the reference's backward. The reference recomputes its own forward, whose bits are the same,
-    so nothing but the inputs is saved."""
+    """The fused forward, and the reference's backward. The reference recomputes its own forward, whose bits are the
+    same, so nothing but the inputs is saved."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,10 @@
-"""Compiles every kernel for Hopper as its launcher would launch it, on a machine without a GPU, and prints what it costs.
+"""Compiles every kernel for Hopper as its launcher would launch it, on a machine without a GPU, and prints what it
+costs.
 
     python tests/kernels/compile_sm90.py
 
-One JSON line a kernel: registers a thread, bytes of spills, bytes of shared memory, whether wgmma and TMA are used. Run it
+One JSON line a kernel: registers a thread, bytes of spills, bytes of shared memory, whether wgmma and TMA are used.
+    Run it
 without TRITON_INTERPRET: tests/kernels/test_compile_sm90.py does so.
 """
 
@@ -91,7 +93,9 @@ def _resources(binary: Any) -> dict[str, Any]:
     }
 
 
-def capture_launches(shape: MoEShape, num_tokens: int, config: KernelConfig, *, score_before_experts: bool) -> list[Capture]:
+def capture_launches(
+    shape: MoEShape, num_tokens: int, config: KernelConfig, *, score_before_experts: bool
+) -> list[Capture]:
     """Calls every launcher with tensors that have no memory."""
     captures = []
     for module, kernels in (
@@ -110,9 +114,7 @@ def capture_launches(shape: MoEShape, num_tokens: int, config: KernelConfig, *, 
     layout = HeapLayout(shape, num_tokens)
     meta = torch.device("meta")
     base = torch.empty(layout.num_bytes, dtype=torch.uint8, device=meta)
-    heap = SymmetricHeap(
-        layout, rank=0, base_U8=base, peer_addresses=[0] * shape.ep_degree, close=lambda: None
-    )
+    heap = SymmetricHeap(layout, rank=0, base_U8=base, peer_addresses=[0] * shape.ep_degree, close=lambda: None)
     dim, hidden_dim, num_local = shape.dim, shape.hidden_dim, shape.num_local_experts
     x = torch.empty(num_tokens, dim, dtype=torch.bfloat16, device=meta)
     w1, w3 = (torch.empty(num_local, hidden_dim, dim, dtype=torch.bfloat16, device=meta) for _ in range(2))
@@ -123,9 +125,7 @@ def capture_launches(shape: MoEShape, num_tokens: int, config: KernelConfig, *, 
     plan, _ = build_plan.launch_build_plan(heap)
     score = {"score_before_experts": score_before_experts}
     rows = num_tokens * shape.top_k
-    up = launch_dispatch_gemm(
-        x, w1, w3, plan, heap, config=config, num_rows=rows, epoch=1, save_halves=True, **score
-    )
+    up = launch_dispatch_gemm(x, w1, w3, plan, heap, config=config, num_rows=rows, epoch=1, save_halves=True, **score)
     launch_gemm_combine(up.h_RF, w2, scores, plan, heap, config=config, epoch=1, reduce_in_kernel=True, **score)
     return captures
 

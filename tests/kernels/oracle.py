@@ -76,7 +76,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def combine_ref(y_TKD: Tensor, scores_TK: Tensor | None) -> Tensor:
-    """Weighted: multiply and add in fp32, k ascending (the interpreter has no fused form). Else four interleaved sums."""
+    """Weighted: multiply and add in fp32, k ascending (the interpreter has no fused form). Else four parts."""
     part = [torch.zeros(y_TKD.shape[0], y_TKD.shape[2]) for _ in range(4)]
     for k in range(y_TKD.shape[1]):
         if scores_TK is None:

@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tests.kernels.ranks import run_ranks
 
+from tests.kernels.ranks import run_ranks
 from uniep.kernels.build_plan import launch_build_plan
 from uniep.kernels.exchange_routing import launch_exchange_routing
 from uniep.plan.layout import HeapLayout
@@ -52,7 +52,9 @@ def test_equals_ref(
     for heap in {heaps[0], heaps[-1]}:
         heap.region("expert_ids").copy_(ids)
         plan, sizes = launch_build_plan(heap, by_priority=by_priority)
-        expected = plan_ref(ids, heap.rank, shape, tile_rows=16, copy_per_expert=copy_per_expert, by_priority=by_priority)
+        expected = plan_ref(
+            ids, heap.rank, shape, tile_rows=16, copy_per_expert=copy_per_expert, by_priority=by_priority
+        )
         assert_plans_equal(plan, expected)
         assert sizes.num_rows() == len(expected.row_origin_R)
         assert not heap.scoreboard.counters.any()
@@ -62,23 +64,19 @@ def test_equals_ref(
 def test_exchange(num_tokens: list[int]) -> None:
     num_ranks, max_tokens = len(num_tokens), max(num_tokens)
     shape = MoEShape(4 * num_ranks, 3, 8, 8, num_ranks)
-    calls = [draw_ids(shape, max_tokens, seed) for seed in range(3)]
+    ids = draw_ids(shape, max_tokens, seed=0)
     scores = torch.rand(num_ranks, max_tokens, 3)
 
-    def body(heap: SymmetricHeap) -> list[tuple[list, list]]:
-        seen = []
-        for ids in calls:
-            own = slice(0, num_tokens[heap.rank])
-            launch_exchange_routing(ids[heap.rank, own], scores[heap.rank, own], heap, epoch=heap.next_epoch())
-            seen.append((heap.region("expert_ids").tolist(), heap.region("scores").tolist()))
+    def body(heap: SymmetricHeap) -> tuple[list, list]:
+        own = slice(0, num_tokens[heap.rank])
+        launch_exchange_routing(ids[heap.rank, own], scores[heap.rank, own], heap, epoch=heap.next_epoch())
         heap.check()
-        return seen
+        return heap.region("expert_ids").tolist(), heap.region("scores").tolist()
 
-    for seen in run_ranks(HeapLayout(shape, max_tokens), body):
-        for ids, (got_ids, got_scores) in zip(calls, seen, strict=True):
-            want_ids, want_scores = ids.clone(), scores.clone()
-            for rank, count in enumerate(num_tokens):
-                want_ids[rank, count:] = NO_EXPERT
-                want_scores[rank, count:] = 0.0
-            assert got_ids == want_ids.tolist()
-            assert got_scores == want_scores.tolist()
+    want_ids, want_scores = ids.clone(), scores.clone()
+    for rank, count in enumerate(num_tokens):
+        want_ids[rank, count:] = NO_EXPERT
+        want_scores[rank, count:] = 0.0
+    for got_ids, got_scores in run_ranks(HeapLayout(shape, max_tokens), body):
+        assert got_ids == want_ids.tolist()
+        assert got_scores == want_scores.tolist()

@@ -9,8 +9,6 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("compile_sm90.py")
 # Of 227 KiB that a program of a Hopper multiprocessor may take.
 MAX_SHARED_BYTES = 227 * 1024
-# Kept out of the loops: measured in the epilogue, 96 bytes at 4 stages.
-MAX_SPILL_BYTES = 128
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
@@ -27,7 +25,7 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
     assert {row["kernel"] for row in rows} >= {"_scatter_kernel", "_dispatch_gemm_kernel", "_gemm_combine_kernel"}
     for row in rows:
         assert row["shared_bytes"] <= MAX_SHARED_BYTES, row
-        assert row["spill_bytes"] <= MAX_SPILL_BYTES, row
+        assert row["spill_bytes"] == 0, row
         # A copy that lost its alignment moves 2 bytes at a time.
         assert row["narrow_row_copies"] == 0, row
         assert row["wgmma"] == row["tma"] == ("gemm" in row["kernel"]), row

@@ -35,9 +35,7 @@ def test_equals_loops(
     shape, ids = routing
     num_ranks, max_tokens, top_k = ids.shape
     for rank in range(num_ranks):
-        plan = plan_ref(
-            ids, rank, shape, tile_rows=tile_rows, copy_per_expert=copy_per_expert, by_priority=by_priority
-        )
+        plan = plan_ref(ids, rank, shape, tile_rows=tile_rows, copy_per_expert=copy_per_expert, by_priority=by_priority)
         first_expert = rank * shape.num_local_experts
         rows, offsets, tiles = [], [0], []
         for expert in range(shape.num_local_experts):
@@ -46,7 +44,9 @@ def test_equals_loops(
                     for k in range(top_k):
                         if ids[source, token, k] == first_expert + expert:
                             rows.append((source * max_tokens + token) * top_k + k)
-            tiles += [(expert, row, min(row + tile_rows, len(rows))) for row in range(offsets[-1], len(rows), tile_rows)]
+            tiles += [
+                (expert, row, min(row + tile_rows, len(rows))) for row in range(offsets[-1], len(rows), tile_rows)
+            ]
             offsets.append(len(rows))
         assert plan.row_origin_R.tolist() == rows
         assert plan.expert_offsets.tolist() == offsets

@@ -1,15 +1,17 @@
 """The RoutingPlan on the device: three kernels, a stable counting sort by expert over the gathered ids.
 
 1. count: how many ids of each expert a block of BLOCK ids holds. Blocks never straddle two ranks.
-2. scan: for each expert, the running sum over blocks; the last program turns the totals into offsets of experts and tiles.
+2. scan: for each expert, the running sum over blocks; the last program turns the totals into offsets of experts and
+tiles.
 3. scatter: each id's place is its expert's offset + its block's running sum + its rank within the block.
 
-The rows that a rank receives are sorted among the ids of all ranks, for its own L experts; the rows that it sends among its
-own ids, for the E experts. Both sorts share the kernels. Nothing is read by the host.
+The rows that a rank receives are sorted among the ids of all ranks, for its own L experts; the rows that it sends
+among its own ids, for the E experts. Both sorts share the kernels. Nothing is read by the host.
 
 Worked example (that of uniep.plan.token_map, rank 0, BLOCK=2): the ids lie in blocks (0 3)(2 3)(2 1) | (1 3)(0 2)(0 1).
 Expert 0 counts 1 0 0 0 1 1 and its running sum is 0 1 1 1 1 2; expert 1 counts 0 0 1 1 0 1. The totals 3 and 3 give
-expert_offsets 0 3 6. The id 1 in the last block is that block's first of expert 1, whose running sum there is 2: row 3+2+0.
+expert_offsets 0 3 6. The id 1 in the last block is that block's first of expert 1, whose running sum there is 2: row
+3+2+0.
 """
 
 import torch
@@ -22,20 +24,21 @@ from uniep.kernels.tasks import FINISHED, is_last
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 
+# Ids of a program, and those that each of them is compared with at once: the comparison lives in registers.
 _BLOCK = 256
+_COMPARED = 32
 
 
 @triton.jit
-def _load_block(ids_base, block, rank, slot, NUM_SLOTS: tl.constexpr, BLOCKS_OF_RANK: tl.constexpr):
-    source = block // BLOCKS_OF_RANK
-    origin = source.to(tl.int64) * NUM_SLOTS + slot
-    ids = tl.load(ids_base.to(tl.pointer_type(tl.int32)) + origin, mask=slot < NUM_SLOTS, other=-1)
-    return ids, origin, source
+def _ids_of_rank(peers_W, rank, ids_offset_bytes, source, NUM_SLOTS: tl.constexpr):
+    """Where this rank's heap holds the ids of a source rank."""
+    ids = region_address(peers_W, rank, ids_offset_bytes).to(tl.pointer_type(tl.int32))
+    return ids + source.to(tl.int64) * NUM_SLOTS
 
 
 @triton.jit
 def _sent_key(
-    ids_base,
+    own_ids,
     rank,
     slot,
     ids,
@@ -46,7 +49,6 @@ def _sent_key(
     BY_PRIORITY: tl.constexpr,
 ):
     """The bin under which a row of this rank is sent, or -1: its expert, if it is its token's first expert there."""
-    own_ids = ids_base.to(tl.pointer_type(tl.int32)) + rank.to(tl.int64) * NUM_SLOTS
     destination = ids // L
     sent = (ids >= 0) & (destination != rank)
     if not COPY_PER_EXPERT:
@@ -64,6 +66,7 @@ def _count_kernel(
     ids_offset_bytes,
     received_counts_LB,
     sent_counts_EB,
+    sent_keys_N,
     rank,
     NUM_SLOTS: tl.constexpr,
     BLOCKS_OF_RANK: tl.constexpr,
@@ -80,15 +83,17 @@ def _count_kernel(
     """One program a block. Ids that do not count fall into a bin of their own, past the experts."""
     block = tl.program_id(0)
     slot = (block % BLOCKS_OF_RANK) * BLOCK + tl.arange(0, BLOCK)
-    ids_base = region_address(peers_W, rank, ids_offset_bytes)
-    ids, _, source = _load_block(ids_base, block, rank, slot, NUM_SLOTS, BLOCKS_OF_RANK)
+    source = block // BLOCKS_OF_RANK
+    source_ids = _ids_of_rank(peers_W, rank, ids_offset_bytes, source, NUM_SLOTS)
+    ids = tl.load(source_ids + slot, mask=slot < NUM_SLOTS, other=-1)
 
     local = ids - rank * L
     local = tl.where((local >= 0) & (local < L), local, L)
     bins = tl.arange(0, BINS_L)
     tl.store(received_counts_LB + bins * NUM_BLOCKS + block, tl.histogram(local, BINS_L), mask=bins < L)
     if source == rank:
-        key = _sent_key(ids_base, rank, slot, ids, NUM_SLOTS, K, L, COPY_PER_EXPERT, BY_PRIORITY)
+        key = _sent_key(source_ids, rank, slot, ids, NUM_SLOTS, K, L, COPY_PER_EXPERT, BY_PRIORITY)
+        tl.store(sent_keys_N + slot, key, mask=slot < NUM_SLOTS)
         bins_e = tl.arange(0, BINS_E)
         counts = tl.histogram(tl.where(key >= 0, key, E), BINS_E)
         tl.store(sent_counts_EB + bins_e * BLOCKS_OF_RANK + block % BLOCKS_OF_RANK, counts, mask=bins_e < E)
@@ -148,11 +153,16 @@ def _scan_kernel(
 
 
 @triton.jit
-def _rank_in_block(key, BLOCK: tl.constexpr):
+def _rank_in_block(keys, key, block_start, NUM_SLOTS: tl.constexpr, BLOCK: tl.constexpr, COMPARED: tl.constexpr):
     """How many earlier elements of the block have the same key."""
     index = tl.arange(0, BLOCK)
-    earlier = (key[:, None] == key[None, :]) & (index[None, :] < index[:, None])
-    return tl.sum(earlier.to(tl.int32), 1)
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, BLOCK, COMPARED):
+        other_index = start + tl.arange(0, COMPARED)
+        other = tl.load(keys + block_start + other_index, mask=block_start + other_index < NUM_SLOTS, other=-2)
+        earlier = (key[:, None] == other[None, :]) & (other_index[None, :] < index[:, None])
+        rank += tl.sum(earlier.to(tl.int32), 1)
+    return rank
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -161,6 +171,7 @@ def _scatter_kernel(
     ids_offset_bytes,
     received_counts_LB,
     sent_counts_EB,
+    sent_keys_N,
     sent_key_offsets,
     expert_offsets,
     tile_offsets,
@@ -174,30 +185,29 @@ def _scatter_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCKS_OF_RANK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    K: tl.constexpr,
     L: tl.constexpr,
-    COPY_PER_EXPERT: tl.constexpr,
-    BY_PRIORITY: tl.constexpr,
     BLOCK: tl.constexpr,
+    COMPARED: tl.constexpr,
 ):
     """One program a block, then one a local expert, which writes its part of the tile table."""
     block = tl.program_id(0)
     if block < NUM_BLOCKS:
-        slot = (block % BLOCKS_OF_RANK) * BLOCK + tl.arange(0, BLOCK)
-        ids_base = region_address(peers_W, rank, ids_offset_bytes)
-        ids, origin, source = _load_block(ids_base, block, rank, slot, NUM_SLOTS, BLOCKS_OF_RANK)
+        block_start = (block % BLOCKS_OF_RANK) * BLOCK
+        slot = block_start + tl.arange(0, BLOCK)
+        source = block // BLOCKS_OF_RANK
+        source_ids = _ids_of_rank(peers_W, rank, ids_offset_bytes, source, NUM_SLOTS)
+        ids = tl.load(source_ids + slot, mask=slot < NUM_SLOTS, other=-1)
 
         local = ids - rank * L
         mine = (local >= 0) & (local < L)
-        local = tl.where(mine, local, -1)
-        row = _rank_in_block(local, BLOCK)
+        row = _rank_in_block(source_ids, ids, block_start, NUM_SLOTS, BLOCK, COMPARED)
         row += tl.load(expert_offsets + local, mask=mine, other=0)
         row += tl.load(received_counts_LB + local * NUM_BLOCKS + block, mask=mine, other=0)
-        tl.store(row_origin_R + row, origin.to(tl.int32), mask=mine)
+        tl.store(row_origin_R + row, source * NUM_SLOTS + slot, mask=mine)
         if source == rank:
-            key = _sent_key(ids_base, rank, slot, ids, NUM_SLOTS, K, L, COPY_PER_EXPERT, BY_PRIORITY)
+            key = tl.load(sent_keys_N + slot, mask=slot < NUM_SLOTS, other=-1)
             sent = key >= 0
-            place = _rank_in_block(key, BLOCK)
+            place = _rank_in_block(sent_keys_N, key, block_start, NUM_SLOTS, BLOCK, COMPARED)
             place += tl.load(sent_key_offsets + key, mask=sent, other=0)
             place += tl.load(sent_counts_EB + key * BLOCKS_OF_RANK + block % BLOCKS_OF_RANK, mask=sent, other=0)
             tl.store(send_rows_N + place, slot, mask=sent)
@@ -263,12 +273,19 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
         copy_per_expert=layout.copy_per_expert,
         **dict(zip(lengths, parts, strict=True)),
     )
-    scratch_lengths = [num_local * num_blocks, num_experts * blocks_of_rank, num_local + num_experts, num_experts + 1, 2]
-    scratch = torch.empty(sum(scratch_lengths), dtype=torch.int32, device=heap.device).split(scratch_lengths)
-    received_counts, sent_counts, totals, sent_key_offsets, sizes = scratch
+    scratch_lengths = {
+        "received_counts": num_local * num_blocks,
+        "sent_counts": num_experts * blocks_of_rank,
+        "sent_keys": num_slots,
+        "totals": num_local + num_experts,
+        "sent_key_offsets": num_experts + 1,
+        "sizes": 2,
+    }
+    scratch = torch.empty(sum(scratch_lengths.values()), dtype=torch.int32, device=heap.device)
+    parts = scratch.split(list(scratch_lengths.values()))
+    received_counts, sent_counts, sent_keys, totals, sent_key_offsets, sizes = parts
 
     ids_offset_bytes = heap.offset_bytes("expert_ids")
-    order = {"COPY_PER_EXPERT": layout.copy_per_expert, "BY_PRIORITY": by_priority, "BLOCK": _BLOCK}
     blocks = {"NUM_SLOTS": num_slots, "BLOCKS_OF_RANK": blocks_of_rank, "NUM_BLOCKS": num_blocks}
     bins = {
         "BINS_L": triton.next_power_of_2(num_local + 1),
@@ -279,13 +296,16 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
         ids_offset_bytes,
         received_counts,
         sent_counts,
+        sent_keys,
         heap.rank,
         E=num_experts,
         K=shape.top_k,
         L=num_local,
+        COPY_PER_EXPERT=layout.copy_per_expert,
+        BY_PRIORITY=by_priority,
+        BLOCK=_BLOCK,
         **blocks,
         **bins,
-        **order,
         num_warps=4,
     )
     _scan_kernel[(num_local + num_experts,)](
@@ -314,6 +334,7 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
         ids_offset_bytes,
         received_counts,
         sent_counts,
+        sent_keys,
         sent_key_offsets,
         plan.expert_offsets,
         plan.tile_offsets,
@@ -324,10 +345,10 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
         plan.tile_end_row,
         heap.rank,
         TILE_ROWS=layout.tile_rows,
-        K=shape.top_k,
         L=num_local,
+        BLOCK=_BLOCK,
+        COMPARED=_COMPARED,
         **blocks,
-        **order,
         num_warps=8,
     )
     return plan, pending

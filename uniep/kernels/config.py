@@ -42,10 +42,10 @@ class KernelConfig:
         num_relay: N_relay, programs that begin with relaying.
         num_combine: N_comb, programs that begin with returning rows.
         by_priority: send first what the first experts want (False only for measuring).
-        dynamic_roles: roles by arrival, and a program without tasks goes on to the next role. False, for measuring, ties
-            roles to program ids; it needs all programs resident at once.
-        staged_combine: rows of other ranks go through a local buffer. False, for measuring, lets the GEMM's epilogue store
-            them across the link, which stalls it.
+        dynamic_roles: roles by arrival, and a program without tasks goes on to the next role. False, for measuring,
+            ties roles to program ids; it needs all programs resident at once.
+        staged_combine: rows of other ranks go through a local buffer. False, for measuring, lets the GEMM's epilogue
+            store them across the link, which stalls it.
     """
 
     num_programs: int

@@ -11,7 +11,7 @@ _MAX_ROWS = 32
 
 
 def copy_shape(dim: int) -> tuple[int, int]:
-    """(rows, columns) of a step: columns divide D where a power of two of useful size does, else the last step is masked."""
+    """(rows, columns) of a step. Columns divide D if a useful power of two does, else the last step is masked."""
     cols = min(dim & -dim, _MAX_COLS)
     if cols < 128:
         cols = min(triton.next_power_of_2(dim), _MAX_COLS)

@@ -1,4 +1,5 @@
-"""Dispatch + up GEMM: tokens go to the ranks of their experts while g, u = x w1^T, x w3^T and h = silu(g) u already run."""
+"""Dispatch + up GEMM: tokens go to the ranks of their experts while g, u = x w1^T, x w3^T and h = silu(g) u already
+run."""
 
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from uniep.kernels.relay import relay_tile
 from uniep.kernels.send_tokens import num_send_tasks, send_tokens
 from uniep.kernels.signals import fence_async_proxy, wait_flag
 from uniep.kernels.swiglu import swiglu
-from uniep.kernels.tasks import ARRIVALS, FIRST_ROLE, SECOND_ROLE, THIRD_ROLE, leave, take
+from uniep.kernels.tasks import ARRIVALS, FIRST_ROLE, SECOND_ROLE, THIRD_ROLE, claim, claimed, leave, take
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
@@ -80,8 +81,9 @@ def _dispatch_gemm_kernel(
     - relay waits for the flags of a tile's rows, that is for comm of the peers, copies them, and marks the tile ready.
     - comp waits for a tile's mark, that is for relay of this rank, and computes one tile of g, u and h.
 
-    The first NUM_DISPATCH programs to arrive begin with comm, the next NUM_RELAY with relay, the others with comp, and each
-    goes on to the later roles when its own has no task left. So the tasks before any wait are held by programs that
+    The first NUM_DISPATCH programs to arrive begin with comm, the next NUM_RELAY with relay, the others with comp,
+    and each goes on to the later roles when its own has no task left. So the tasks before any wait are held by
+    programs that
     arrived earlier: one resident program a rank is enough.
 
     Two ranks, one tile each, three programs: on rank 0 the first arrival sends t1, t2 to rank 1 and sets their flags
@@ -91,33 +93,32 @@ def _dispatch_gemm_kernel(
     role = take(counters, ARRIVALS) if DYNAMIC else tl.program_id(0)
     num_tiles = tl.load(tile_offsets + L)
 
-    if W > 1:
-        if role < NUM_DISPATCH:
-            num_tasks = num_send_tasks(send_offsets, W, RANKS, CHUNK)
+    if W > 1 and role < NUM_DISPATCH:
+        num_tasks = num_send_tasks(send_offsets, W, RANKS, CHUNK)
+        task = take(counters, FIRST_ROLE)
+        while task < num_tasks:
+            send_tokens(
+                task,
+                x_TD,
+                send_rows_N,
+                send_offsets,
+                peers_W,
+                watch,
+                rank,
+                epoch,
+                received_offset_bytes,
+                flags_offset_bytes,
+                NUM_SLOTS,
+                D,
+                K,
+                W,
+                COPY_PER_EXPERT,
+                CHUNK,
+                COPY_ROWS,
+                COPY_COLS,
+                LANES,
+            )
             task = take(counters, FIRST_ROLE)
-            while task < num_tasks:
-                send_tokens(
-                    task,
-                    x_TD,
-                    send_rows_N,
-                    send_offsets,
-                    peers_W,
-                    watch,
-                    rank,
-                    epoch,
-                    received_offset_bytes,
-                    flags_offset_bytes,
-                    NUM_SLOTS,
-                    D,
-                    K,
-                    W,
-                    COPY_PER_EXPERT,
-                    CHUNK,
-                    COPY_ROWS,
-                    COPY_COLS,
-                    LANES,
-                )
-                task = take(counters, FIRST_ROLE)
 
     relays = role < NUM_DISPATCH + NUM_RELAY if DYNAMIC else (role >= NUM_DISPATCH) & (role < NUM_DISPATCH + NUM_RELAY)
     if relays:
@@ -167,6 +168,7 @@ def _dispatch_gemm_kernel(
             gate, up = gemm_tile_pair(
                 a, w1, w3, first_row, end_row, b_row, (expert + 1) * F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
             )
+            next_task = claim(counters, THIRD_ROLE, LANES)
             gate, up, h = swiglu(gate, up)
             rows = first_row + tl.arange(0, TILE_ROWS)
             cols = col + tl.arange(0, BLOCK_N)
@@ -176,7 +178,7 @@ def _dispatch_gemm_kernel(
                 tl.store(g_RF + place, gate, mask=inside)
                 tl.store(u_RF + place, up, mask=inside)
             tl.store(h_RF + place, h, mask=inside)
-            task = take(counters, THIRD_ROLE)
+            task = claimed(next_task, LANES)
     leave(counters)
 
 
@@ -273,7 +275,7 @@ def launch_dispatch_gemm(
         CHUNK=CHUNK_TOKENS,
         COPY_ROWS=copy_rows,
         COPY_COLS=copy_cols,
-        LANES=max(CHUNK_TOKENS, 32 * tiles.num_warps),
+        LANES=32 * tiles.num_warps,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

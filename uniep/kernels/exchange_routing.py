@@ -36,9 +36,10 @@ def _exchange_routing_kernel(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every program writes its share of this rank's ids and scores to all ranks (also to itself), slots without a token as
-    -1. The program that finishes last signals all ranks, then waits for the signals of all. What it waits for is the work
-    of programs that wait for nothing, so one program a rank is enough.
+    """Every program writes its share of this rank's ids and scores to all ranks (also to itself), slots without a
+    token as
+    -1. The program that finishes last signals all ranks, then waits for the signals of all. What it waits for is the
+    work of programs that wait for nothing, so one program a rank is enough.
 
     Two ranks: rank 0's last program stores epoch into routing_flags[0] of rank 0 and of rank 1, and leaves once
     routing_flags[0] and [1] of its own heap hold the epoch.
@@ -73,9 +74,13 @@ def launch_exchange_routing(expert_ids_TK: Tensor, scores_TK: Tensor, heap: Symm
     if top_k != layout.shape.top_k:
         raise ValueError(f"experts a token must be top_k = {layout.shape.top_k}, got {top_k}")
     if num_tokens > layout.max_tokens:
-        raise ValueError(f"tokens of rank {heap.rank} must be at most max_tokens = {layout.max_tokens}, got {num_tokens}")
+        raise ValueError(
+            f"tokens of rank {heap.rank} must be at most max_tokens = {layout.max_tokens}, got {num_tokens}"
+        )
     if scores_TK.shape != expert_ids_TK.shape or scores_TK.dtype != torch.float32:
-        raise ValueError(f"scores must be float32 {tuple(expert_ids_TK.shape)}, got {scores_TK.dtype} {scores_TK.shape}")
+        raise ValueError(
+            f"scores must be float32 {tuple(expert_ids_TK.shape)}, got {scores_TK.dtype} {scores_TK.shape}"
+        )
     num_ranks = heap.num_ranks
     _exchange_routing_kernel[(min(_NUM_PROGRAMS, triton.cdiv(layout.max_tokens * top_k, _BLOCK)),)](
         expert_ids_TK.contiguous(),

@@ -14,7 +14,18 @@ from uniep.kernels.numerics import to_bf16
 from uniep.kernels.reduce import reduce_tokens
 from uniep.kernels.return_rows import return_tile
 from uniep.kernels.signals import signal_ranks, signal_tile, wait_flags
-from uniep.kernels.tasks import ARRIVALS, FINISHED, FIRST_ROLE, SECOND_ROLE, THIRD_ROLE, is_last, leave, take
+from uniep.kernels.tasks import (
+    ARRIVALS,
+    FINISHED,
+    FIRST_ROLE,
+    SECOND_ROLE,
+    THIRD_ROLE,
+    claim,
+    claimed,
+    is_last,
+    leave,
+    take,
+)
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
@@ -23,8 +34,8 @@ _KERNEL = tl.constexpr(int(Kernel.GEMM_COMBINE))
 _OUTPUT_TILE = tl.constexpr(int(What.OUTPUT_TILE))
 _RETURNED_ROWS = tl.constexpr(int(What.RETURNED_ROWS))
 
-# torch.bmm takes another kernel, with another order of its sums, for small T*D (measured up to T*D = 82,000 and never from
-# T = 128 on): there the reduce is torch.bmm itself.
+# torch.bmm takes another kernel, with another order of its sums, for small T*D (measured up to T*D = 82,000 and never
+# from T = 128 on): there the reduce is torch.bmm itself.
 _MIN_REDUCE_TOKENS = 128
 _MIN_REDUCE_ELEMENTS = 82_000
 _REDUCE_TASK_TOKENS = 8
@@ -74,22 +85,24 @@ def _gemm_combine_kernel(
     COPY_ROWS: tl.constexpr,
     COPY_COLS: tl.constexpr,
     REDUCE_COLS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Roles, in the order in which they wait: comp < comm < reduce.
 
-    - comp computes one tile of y, stores the rows of this rank's tokens where reduce reads them and the others into y_RD,
-      and marks the tile. It waits for nothing.
-    - comm waits for the marks of a row tile, that is for comp of this rank, and returns its rows. The last of these tasks
-      (there is one even without rows) tells every rank, also this one, that its rows are there.
+    - comp computes one tile of y, stores the rows of this rank's tokens where reduce reads them and the others into
+      y_RD, and marks the tile. It waits for nothing.
+    - comm waits for the marks of a row tile, that is for comp of this rank, and returns its rows. The last of these
+      tasks (there is one even without rows) tells every rank, also this one, that its rows are there.
     - reduce waits once for all ranks, that is for comm of every rank, and sums.
 
-    All programs but the last NUM_COMBINE to arrive (and always the first) begin with comp, those with comm, and each goes
+    All programs but the last NUM_COMBINE to arrive (and always the first) begin with comp, those with comm, and each
+    goes
     on to the later roles when its own has no task left: one resident program a rank is enough.
 
-    Two ranks, one tile each, three programs, NUM_COMBINE = 1: on rank 0 the first arrival computes rows 0..5 of y: rows 0, 3
-    (its own t0, t2) into its returned buffer, the others into y_RD; the third waits for that tile, copies rows 1, 2, 4, 5 into
-    rank 1's returned buffer, and sets returned_flags[0] on both ranks; then all three wait for returned_flags[0] and [1] and
-    share the tokens of rank 0.
+    Two ranks, one tile each, three programs, NUM_COMBINE = 1: on rank 0 the first arrival computes rows 0..5 of y:
+    rows 0, 3 (its own t0, t2) into its returned buffer, the others into y_RD; the third waits for that tile, copies
+    rows 1, 2, 4, 5 into rank 1's returned buffer, and sets returned_flags[0] on both ranks; then all three wait for
+    returned_flags[0] and [1] and share the tokens of rank 0.
     """
     num_programs = tl.num_programs(0)
     role = take(counters, ARRIVALS) if DYNAMIC else tl.program_id(0)
@@ -108,6 +121,7 @@ def _gemm_combine_kernel(
             acc = gemm_tile(
                 h, w2, first_row, end_row, expert * D + col, (expert + 1) * D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
             )
+            next_task = claim(counters, FIRST_ROLE, LANES)
             rows = first_row + tl.arange(0, TILE_ROWS)
             cols = col + tl.arange(0, BLOCK_N)
             origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
@@ -118,7 +132,7 @@ def _gemm_combine_kernel(
                 address = tl.where(source == rank, address, y_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2))
             tl.store(row_ptrs(address, cols), to_bf16(acc), mask=(rows < end_row)[:, None] & (cols < D)[None, :])
             signal_tile(output_ready + task, epoch)
-            task = take(counters, FIRST_ROLE)
+            task = claimed(next_task, LANES)
 
     if DYNAMIC or not computes:
         # A rank without rows still has one task, so that its peers hear from it.
@@ -197,7 +211,7 @@ def launch_gemm_combine(
     score_before_experts: bool,
     reduce_in_kernel: bool,
 ) -> Tensor:
-    """Runs the kernel and returns out_TD. The K rows of each token stay in the region returned until the next forward."""
+    """Runs the kernel and returns out_TD. A token's K rows stay in the region returned until the next forward."""
     layout, shape = heap.layout, heap.layout.shape
     dim, hidden_dim = shape.dim, shape.hidden_dim
     tiles = config.down
@@ -253,6 +267,7 @@ def launch_gemm_combine(
         COPY_ROWS=copy_rows,
         COPY_COLS=copy_cols,
         REDUCE_COLS=min(triton.next_power_of_2(dim), _REDUCE_MAX_COLS),
+        LANES=32 * tiles.num_warps,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

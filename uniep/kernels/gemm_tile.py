@@ -1,6 +1,7 @@
 """Tiles of a padding-free grouped GEMM: the Comp role's work.
 
-One fp32 accumulator an output, the reduction dimension ascending. A tile reads TILE_ROWS rows from its first row whatever
+One fp32 accumulator an output, the reduction dimension ascending. A tile reads TILE_ROWS rows from its first row
+whatever
 its end: rows past the end are the next expert's, or not yet written, and the caller never stores them. Columns past the
 end of an expert's weight are the next expert's and equally never stored. Past the end of the reduction dimension both
 operands read zeros, which change no bit.

@@ -35,9 +35,9 @@ def relay_tile(
     COPY_ROWS: tl.constexpr,
     COPY_COLS: tl.constexpr,
 ):
-    """Waits for the senders of the tile's rows, which wait for nothing. A token that several experts want came once and is
-    copied once for each. Rows of the rank itself come straight from x_TD. With SCALE_ROWS each row is multiplied by its
-    score, which the exchange brought."""
+    """Waits for the senders of the tile's rows, which wait for nothing. A token that several experts want came once
+    and is copied once for each. Rows of the rank itself come straight from x_TD. With SCALE_ROWS each row is
+    multiplied by its score, which the exchange brought."""
     first_row = tl.load(tile_first_row + tile)
     end_row = tl.load(tile_end_row + tile)
     rows = first_row + tl.arange(0, TILE_ROWS)

@@ -9,11 +9,11 @@ from uniep.kernels.signals import signal_ranks
 
 @triton.jit
 def num_send_tasks(send_offsets, W: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr):
-    """Tasks go chunk by chunk and, within a chunk's number, destination by destination; short destinations leave gaps."""
+    """Tasks go by chunk number and within it by destination, so all are fed at once; short destinations leave gaps."""
     ranks = tl.arange(0, RANKS)
-    exists = ranks < W
-    num_rows = tl.load(send_offsets + ranks + 1, mask=exists, other=0) - tl.load(send_offsets + ranks, mask=exists, other=0)
-    return tl.cdiv(tl.max(num_rows, 0), CHUNK) * (W - 1)
+    start = tl.load(send_offsets + ranks, mask=ranks < W, other=0)
+    end = tl.load(send_offsets + ranks + 1, mask=ranks < W, other=0)
+    return tl.cdiv(tl.max(end - start, 0), CHUNK) * (W - 1)
 
 
 @triton.jit

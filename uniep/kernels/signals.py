@@ -1,9 +1,9 @@
 """Flags between programs and between ranks, and waits that end in time.
 
 A flag is an int32 that holds the epoch of the launch that last set it. A producer's threads store their data, meet at a
-CTA barrier, and then `signal`; a consumer waits for its epoch and then reads. System scope for flags that cross the link,
-device scope for the scoreboard of one rank. On the GPU these are PTX instructions, under the interpreter atomics, which
-are what it offers in their place.
+CTA barrier, and then `signal`; a consumer waits for its epoch and then reads. System scope for flags that cross the
+link, device scope for the scoreboard of one rank. On the GPU these are PTX instructions, under the interpreter
+atomics, which are what it offers in their place.
 
 Watch: an int32 array of each rank. Word 0 is not zero once a wait of this rank has given up; from then on every wait
 returns at once and no signal is sent to peers, so that a launch drains in moments, its peers run into their own bound,
@@ -43,16 +43,12 @@ else:
     @triton.jit
     def now_ns():
         """The GPU's nanosecond clock."""
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
     @triton.jit
     def fence_system():
         """Orders this thread's stores, and those it has observed, before its later ones for all ranks."""
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
     @triton.jit
     def fence_async_proxy():
@@ -89,7 +85,7 @@ def load_acquire(ptr, mask, SYSTEM: tl.constexpr):
 
 @triton.jit
 def store_release(ptr, value, mask, SYSTEM: tl.constexpr):
-    """Releases a flag, or a tensor of flags. All threads of the program must have met at a barrier since their stores."""
+    """Releases a flag, or a tensor of flags. The program's threads must have met at a barrier since their stores."""
     if INTERPRETED:
         tl.atomic_xchg(ptr, value, mask=mask, sem="release", scope="sys")
     elif SYSTEM:
@@ -122,8 +118,8 @@ def signal_tile(ptr, epoch):
 @triton.jit
 def signal_ranks(ptr, mask, epoch, watch):
     """Tells peers, unless this rank has given up a wait: what it would announce may be garbage."""
-    tl.debug_barrier()
     sound = tl.load(watch, volatile=True) == 0
+    tl.debug_barrier()
     store_release(ptr, epoch, mask & sound, True)
 
 
@@ -162,7 +158,9 @@ def _give_up(watch, KERNEL: tl.constexpr, task, WHAT: tl.constexpr, whom):
 
 
 @triton.jit
-def wait_flag(ptr, epoch, watch, timeout_us, KERNEL: tl.constexpr, task, WHAT: tl.constexpr, whom, SYSTEM: tl.constexpr):
+def wait_flag(
+    ptr, epoch, watch, timeout_us, KERNEL: tl.constexpr, task, WHAT: tl.constexpr, whom, SYSTEM: tl.constexpr
+):
     """Waits until one flag holds the epoch. Each thread looks for itself, so no barrier is needed after it."""
     always = epoch == epoch
     flag = load_acquire(ptr, always, SYSTEM)

@@ -1,8 +1,8 @@
 """Task counters: who takes which role and which task, decided as programs arrive.
 
-Every counter is zero when a launch begins and the last program to leave sets them to zero again, so that no launch needs a
-reset before it. Triton carries a scalar atomic out once a program and hands its result to all threads, so that what is
-decided by it is the same for all of them.
+Every counter is zero when a launch begins and the last program to leave sets them to zero again, so that no launch
+needs a reset before it. Triton carries a scalar atomic out once a program and hands its result to all threads, so
+that what is decided by it is the same for all of them.
 """
 
 import triton
@@ -27,8 +27,24 @@ def take(counters, COUNTER: tl.constexpr):
 
 
 @triton.jit
+def claim(counters, COUNTER: tl.constexpr, LANES: tl.constexpr):
+    """`take` in two parts, with work between them that hides the atomic's way to memory and back (about 1 us).
+
+    LANES is the number of threads, so that just one of them holds the task that `claimed` then hands to all.
+    """
+    lanes = tl.arange(0, LANES)
+    return tl.atomic_add(counters + COUNTER + tl.zeros((LANES,), tl.int32), 1, mask=lanes == 0, sem="relaxed")
+
+
+@triton.jit
+def claimed(claim_of_lane, LANES: tl.constexpr):
+    """The task of a claim."""
+    return tl.max(tl.where(tl.arange(0, LANES) == 0, claim_of_lane, -1), 0)
+
+
+@triton.jit
 def is_last(counters, COUNTER: tl.constexpr, total):
-    """Counts this program's stores so far as done; true for the one that completes the total, which then sees them all."""
+    """Counts what this program has stored as done. True for the one that completes the total: it sees all of it."""
     tl.debug_barrier()
     return tl.atomic_add(counters + COUNTER, 1, sem="acq_rel") == total - 1
 

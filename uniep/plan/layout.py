@@ -3,14 +3,16 @@
 Letters as in uniep.shapes; M is max_tokens, the token slots of a rank, C the receive slots of a token (1, or K where a
 token is sent once for each expert).
 
-Nothing is cleared and no barrier stands between layers. Every forward runs exchange(i), plan(i), dispatch(i), combine(i) on
-one stream of each rank, and each kernel ends only after its waits. Let rank a write to rank b in layer i+1:
+Nothing is cleared and no barrier stands between layers. Every forward runs exchange(i), plan(i), dispatch(i),
+combine(i) on one stream of each rank, and each kernel ends only after its waits. Let rank a write to rank b in layer
+i+1:
 
-- routing (ids, scores): a is in exchange(i+1), so its combine(i) ended, so b's combine(i) sent all its rows, so b's plan(i)
-  and dispatch(i), earlier on b's stream, no longer read the ids and scores of layer i.
-- received rows: a is in dispatch(i+1), so again its combine(i) ended and b's dispatch(i), whose relay reads them, ended.
-- returned rows: a is in combine(i+1), so its exchange(i+1) ended, which waited for b's exchange(i+1), which stands behind
-  b's reduce(i), the last reader, on b's stream.
+- routing (ids, scores): a is in exchange(i+1), so its combine(i) ended, so b's combine(i) sent all its rows, so b's
+  plan(i) and dispatch(i), earlier on b's stream, no longer read the ids and scores of layer i.
+- received rows: a is in dispatch(i+1), so again its combine(i) ended and b's dispatch(i), whose relay reads them,
+  ended.
+- returned rows: a is in combine(i+1), so its exchange(i+1) ended, which waited for b's exchange(i+1), which stands
+  behind b's reduce(i), the last reader, on b's stream.
 - flags hold the epoch of the forward. A flag is written once an epoch and read before its data, so the same three edges
   keep a rank from overwriting an epoch that a peer has yet to see.
 

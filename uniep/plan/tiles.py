@@ -1,8 +1,8 @@
 """The tile table of a padding-free grouped GEMM.
 
-A tile is TILE_ROWS consecutive rows of one expert, the last one of an expert what is left of it. No row is padded: a tile
-that reads past its expert's end reads the next expert's rows and never stores them. Tiles go by expert, then by row, which
-is the order in which every rank computes them and therefore the order in which its peers send.
+A tile is TILE_ROWS consecutive rows of one expert, the last one of an expert what is left of it. No row is padded: a
+tile that reads past its expert's end reads the next expert's rows and never stores them. Tiles go by expert, then by
+row, which is the order in which every rank computes them and therefore the order in which its peers send.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def max_num_tiles(max_rows: int, num_local_experts: int, tile_rows: int) -> int:
-    """The most tiles that max_rows rows make, however they fall on the experts: each expert may end in one short tile."""
+    """The most tiles that max_rows rows make, however they fall: each expert may end in one short tile."""
     return max_rows // tile_rows + num_local_experts
 
 
@@ -22,8 +22,8 @@ def tile_table_ref(expert_offsets: Tensor, tile_rows: int) -> tuple[Tensor, Tens
         tile_rows: rows of a full tile.
 
     Returns:
-        tile_offsets [L + 1] (first tile of each expert, their number at the end), and for each tile its local expert, its
-        first row and the row after its last, all int32.
+        tile_offsets [L + 1] (first tile of each expert, their number at the end), and for each tile its local expert,
+        its first row and the row after its last, all int32.
     """
     num_rows_L = expert_offsets.diff()
     num_tiles_L = (num_rows_L + tile_rows - 1) // tile_rows

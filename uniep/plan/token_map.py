@@ -29,8 +29,8 @@ NO_EXPERT = -1
 
 @dataclass(frozen=True)
 class RoutingPlan:
-    """What one rank receives, sends and computes. All tensors are int32; those made on a GPU are longer than their content,
-    whose length stands in the offsets, so that no kernel needs a number from the host.
+    """What one rank receives, sends and computes. All tensors are int32; those made on a GPU are longer than their
+    content, whose length stands in the offsets, so that no kernel needs a number from the host.
 
     Attributes:
         shape: the layer.
@@ -95,7 +95,7 @@ def plan_ref(
         copy_per_expert: send a token once for each expert instead of once for each rank.
         by_priority: order a destination's tokens by the first expert that wants them instead of by token.
     """
-    _, max_tokens, top_k = expert_ids_WMK.shape
+    max_tokens = expert_ids_WMK.shape[1]
     num_local = shape.num_local_experts
 
     ids = expert_ids_WMK.reshape(-1).long()

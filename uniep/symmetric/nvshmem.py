@@ -24,8 +24,8 @@ def open_nvshmem(
     """Opens the heap of a group of GPUs, a process each. Starts NVSHMEM on the group if it does not run yet.
 
     Raises:
-        HeapError: nvshmem4py is missing, NVSHMEM does not start or runs on other ranks, the GPUs are not peers, a peer did
-            not open its heap in time, or it opened another layout.
+        HeapError: nvshmem4py is missing, NVSHMEM does not start or runs on other ranks, the GPUs are not peers, a
+            peer did not open its heap in time, or it opened another layout.
     """
     try:
         import nvshmem.core as nvshmem
@@ -42,7 +42,7 @@ def open_nvshmem(
         ]
     except Exception as error:
         raise HeapError(
-            f"NVSHMEM must map {layout.num_bytes} bytes of every GPU (NVSHMEM_SYMMETRIC_SIZE, NVLink between all of them), "
+            f"NVSHMEM must map {layout.num_bytes} bytes of every GPU (NVSHMEM_SYMMETRIC_SIZE, NVLink between them), "
             f"got: {error}"
         ) from error
     base[: layout.num_flag_bytes].zero_()
@@ -83,8 +83,8 @@ def _start(nvshmem: Any, layout: HeapLayout, group: dist.ProcessGroup, device: t
     except Exception as error:
         raise HeapError(
             f"NVSHMEM must start on rank {group.rank()} (its bootstrap looks for a network interface: name one in "
-            f"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME and its address family in NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY; a container "
-            f"needs pidfd_open or the capability SYS_PTRACE), got: {error}"
+            f"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME and its address family in NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY; a "
+            f"container needs pidfd_open or the capability SYS_PTRACE), got: {error}"
         ) from error
 
 

@@ -12,8 +12,8 @@ from uniep.symmetric.heap import HeapError
 def meet(layout: HeapLayout, group: dist.ProcessGroup, *, timeout_s: float) -> None:
     """Returns once every rank of the group opens a heap of this layout.
 
-    It goes through the group's key-value store and not through a collective: a collective that one rank enters alone hangs,
-    or pairs with another of a peer, and names nobody.
+    It goes through the group's key-value store and not through a collective: a collective that one rank enters alone
+    hangs, or pairs with another of a peer, and names nobody.
 
     Raises:
         HeapError: names the rank that did not come, or whose layout differs.

@@ -40,10 +40,14 @@ def open_shared_memory(
     for peer, path in enumerate(paths):
         while not path.exists():
             if time.monotonic() > end_s:
-                raise HeapError(f"rank {peer} must open its heap within {timeout_s:g} s of rank {rank}, got no part of it")
+                raise HeapError(
+                    f"rank {peer} must open its heap within {timeout_s:g} s of rank {rank}, got no part of it"
+                )
             time.sleep(0.001)
         if path.stat().st_size != num_bytes:
-            raise HeapError(f"heap of rank {peer} must be {num_bytes} bytes as on rank {rank}, got {path.stat().st_size}")
+            raise HeapError(
+                f"heap of rank {peer} must be {num_bytes} bytes as on rank {rank}, got {path.stat().st_size}"
+            )
     parts = [torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
 
     def close() -> None:

@@ -28,8 +28,8 @@ def open_torch_symmetric(
         handle = symmetric_memory.rendezvous(base, group)
     except RuntimeError as error:
         raise HeapError(
-            f"GPUs of the group must be able to map each other's memory (NVLink; in a container the capability SYS_PTRACE or "
-            f"a kernel with pidfd_open), got: {error}"
+            f"GPUs of the group must be able to map each other's memory (they need NVLink, and in a container a kernel "
+            f"with pidfd_open or the capability SYS_PTRACE), got: {error}"
         ) from error
     base[: layout.num_flag_bytes].zero_()
     torch.cuda.synchronize(device)

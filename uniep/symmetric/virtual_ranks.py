@@ -1,5 +1,8 @@
 """All ranks in one process on one device: plain tensors. For EP = 2..8 on a single GPU, and for W = 1 anywhere."""
 
+from collections.abc import Generator, Sequence
+from typing import Any
+
 import torch
 
 from uniep.plan.layout import HeapLayout
@@ -26,3 +29,24 @@ def open_virtual_ranks(
         )
         for rank, part in enumerate(parts)
     ]
+
+
+def run_side_by_side(
+    forwards: Sequence[Generator[None, None, Any]], *, streams: Sequence[torch.cuda.Stream]
+) -> list[Any]:
+    """Drives one generator a rank, each on its stream, step by step, and returns what they return.
+
+    Every rank must take the same steps, each of which launches at most one kernel that waits for peers: so all ranks'
+    kernels are launched before the host waits for any of them.
+    """
+    torch.cuda.synchronize()
+    results: dict[int, Any] = {}
+    while len(results) < len(forwards):
+        for rank, (forward, stream) in enumerate(zip(forwards, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                try:
+                    next(forward)
+                except StopIteration as end:
+                    results[rank] = end.value
+    torch.cuda.synchronize()
+    return [results[rank] for rank in range(len(forwards))]

@@ -52,6 +52,6 @@ def raise_if_given_up(watch: Tensor, rank: int, timeout_s: float) -> None:
     kernel, task, what, whom = min(records, key=lambda record: record[2] in own)
     waited_for = _WAITED_FOR[What(what)].format(whom=whom)
     raise WaitTimeoutError(
-        f"rank {rank}: kernel {Kernel(kernel).name.lower()}, task {task}, must see {waited_for} within {timeout_s:g} s, "
-        f"got nothing (did every rank launch this layer, and is each alive?)"
+        f"rank {rank}: kernel {Kernel(kernel).name.lower()}, task {task}, must see {waited_for} within "
+        f"{timeout_s:g} s, got nothing (did every rank launch this layer, and is each alive?)"
     )
