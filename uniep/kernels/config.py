@@ -41,6 +41,8 @@ class KernelConfig:
         num_dispatch: N_disp, programs that begin with sending tokens.
         num_relay: N_relay, programs that begin with relaying.
         num_combine: N_comb, programs that begin with returning rows.
+        copy_step_elements: elements that a program copies at once. 16,384 are eight 16-byte loads in flight a thread at
+            8 warps, and a copy waits for memory.
         by_priority: send first what the first experts want (False only for measuring).
         dynamic_roles: roles by arrival, and a program without tasks goes on to the next role. False, for measuring,
             ties roles to program ids; it needs all programs resident at once.
@@ -54,6 +56,7 @@ class KernelConfig:
     num_dispatch: int = 20
     num_relay: int = 32
     num_combine: int = 20
+    copy_step_elements: int = 16_384
     by_priority: bool = True
     dynamic_roles: bool = True
     staged_combine: bool = True

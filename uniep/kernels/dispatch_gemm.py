@@ -228,7 +228,7 @@ def launch_dispatch_gemm(
         a = TensorDescriptor.from_tensor(x_RD, [layout.tile_rows, tiles.block_k])
         w1 = TensorDescriptor.from_tensor(w1, [block_n, tiles.block_k])
         w3 = TensorDescriptor.from_tensor(w3, [block_n, tiles.block_k])
-    copy_rows, copy_cols = copy_shape(dim)
+    copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
     _dispatch_gemm_kernel[(config.num_programs,)](
         x_TD,
         x_RD,

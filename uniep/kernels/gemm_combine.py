@@ -224,7 +224,7 @@ def launch_gemm_combine(
     if tiles.use_tma:
         h = TensorDescriptor.from_tensor(h_RF, [layout.tile_rows, tiles.block_k])
         w2 = TensorDescriptor.from_tensor(w2, [tiles.block_n, tiles.block_k])
-    copy_rows, copy_cols = copy_shape(dim)
+    copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
     _gemm_combine_kernel[(config.num_programs,)](
         h,
         w2,

@@ -1,0 +1,79 @@
+"""The layer with autograd on ranks of a gloo group: output and gradients are the reference's; and how heaps meet."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.kernels.oracle import draw_batch
+from tests.kernels.ranks import run_ranks
+from tests.kernels.test_forward import CONFIG
+from uniep.layer import fused_moe
+from uniep.plan.layout import HeapLayout
+from uniep.reference import reference_moe
+from uniep.shapes import MoEShape
+from uniep.symmetric.heap import HeapError, SymmetricHeap
+from uniep.symmetric.rendezvous import meet
+
+SHAPE = MoEShape(6, 3, 64, 32, 2)
+LAYOUT = HeapLayout(SHAPE, 7, tile_rows=16)
+
+
+def open_group(tmp_path: Path, rank: int, num_ranks: int = 2) -> dist.ProcessGroup:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=num_ranks)
+    return dist.group.WORLD
+
+
+@pytest.mark.parametrize("score_before_experts", [False, True])
+def test_gradients_are_the_references(score_before_experts: bool, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.rand(num, 6, generator=generator).topk(3).indices for num in (7, 5)]
+    batch = draw_batch(SHAPE, ids, seed=1, exact=True)
+
+    def body(heap: SymmetricHeap) -> None:
+        rank = heap.rank
+        group = open_group(tmp_path, rank)
+        results = []
+        for moe in (reference_moe, fused_moe):
+            inputs = [t.clone().requires_grad_() for t in (batch.x[rank], batch.scores[rank], *batch.weights(rank))]
+            x, scores, w1, w2, w3 = inputs
+            more = {} if moe is reference_moe else {"heap": heap, "config": CONFIG}
+            out = moe(x, scores, ids[rank], w1, w2, w3, score_before_experts=score_before_experts, group=group, **more)
+            grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+            results.append((out.detach(), *grads))
+        for want, got in zip(*results, strict=True):
+            assert want.dtype == got.dtype
+            assert torch.equal(want, got)
+        dist.destroy_process_group()
+
+    run_ranks(LAYOUT, body)
+
+
+def test_rank_that_never_opens_is_named(tmp_path: Path) -> None:
+    def body(heap: SymmetricHeap) -> str:
+        group = open_group(tmp_path, heap.rank)
+        message = ""
+        if heap.rank == 0:
+            with pytest.raises(HeapError) as caught:
+                meet(LAYOUT, group, timeout_s=0.5)
+            message = str(caught.value)
+        dist.barrier()
+        return message
+
+    assert run_ranks(LAYOUT, body)[0].startswith("rank 1 must open its heap within 0.5 s of rank 0")
+
+
+def test_rank_with_another_layout_is_named(tmp_path: Path) -> None:
+    def body(heap: SymmetricHeap) -> str:
+        group = open_group(tmp_path, heap.rank)
+        # Two heaps that pair are opened first: they must not be mistaken for the third.
+        meet(LAYOUT, group, timeout_s=20.0)
+        meet(LAYOUT, group, timeout_s=20.0)
+        with pytest.raises(HeapError) as caught:
+            meet(HeapLayout(SHAPE, 7 + heap.rank), group, timeout_s=20.0)
+        return str(caught.value)
+
+    messages = run_ranks(LAYOUT, body)
+    assert messages[0].startswith("heap of rank 1 must be HeapLayout(")
+    assert "max_tokens=8" in messages[0].split("got ")[1]
