@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,13 @@ def resolve_backend(requested: Backend) -> Backend:
 
 
 def open_backend(
-    name: Backend, shape: MoEShape, *, max_tokens: int, ep_mesh: DeviceMesh | None, options: UniEP
+    name: Backend,
+    shape: MoEShape,
+    *,
+    max_tokens: int,
+    ep_mesh: DeviceMesh | None,
+    options: UniEP,
+    switches: Mapping[str, Any] | None = None,
 ) -> RoutedBackend:
     """Opens a backend for all MoE layers of a shape.
 
@@ -72,6 +79,7 @@ def open_backend(
         max_tokens: the most tokens that a rank brings to a layer.
         ep_mesh: the expert-parallel ranks, or None for one.
         options: the [uniep] section.
+        switches: for measuring, fields of KernelConfig and HeapLayout to set.
 
     Raises:
         HeapError: the fused kernels' symmetric memory could not be opened.
@@ -80,10 +88,14 @@ def open_backend(
     if name == "reference":
         return RoutedBackend(name, functools.partial(reference_moe, group=group))
     device = torch.device("cuda", torch.cuda.current_device())
-    heap, memory = _open_heap(HeapLayout(shape, max_tokens), group, device, options)
-    logger.info(f"Symmetric memory: {memory}, {heap.layout.num_bytes / 2**30:.2f} GiB a rank for {max_tokens} tokens")
-    run = functools.partial(fused_moe, heap=heap, config=default_config(device), group=group)
-    return RoutedBackend(name, run, {"symmetric_memory": memory}, heap.close)
+    settings = dict(switches or {})
+    layout = HeapLayout(shape, max_tokens, copy_per_expert=settings.pop("copy_per_expert", False))
+    heap, memory = _open_heap(layout, group, device, options)
+    heap_gib = layout.num_bytes / 2**30
+    logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
+    config = replace(default_config(device), **settings)
+    run = functools.partial(fused_moe, heap=heap, config=config, group=group)
+    return RoutedBackend(name, run, {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}, heap.close)
 
 
 def _open_heap(

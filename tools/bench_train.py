@@ -87,8 +87,7 @@ def main(argv: list[str]) -> int:
         rows.append(row)
         print(
             f"{backend:12} {row['step_time_ms']:9.1f} ms/step {row['tokens_per_day'] / 1e9:8.3f} B tokens/day "
-            f"{row['peak_memory_gib']:6.1f} GiB"
-            + _verdict(row),
+            f"{row['peak_memory_gib']:6.1f} GiB" + _verdict(row),
             flush=True,
         )
     run = json.loads((scratch / options.backends[0] / "run.json").read_text())

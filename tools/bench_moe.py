@@ -1,0 +1,310 @@
+"""Times one MoE layer: TorchTitan's block, the reference, the grouped GEMMs alone, and the fused kernels, in one run.
+
+python -m tools.bench_moe --ep 2 --tokens 8192 --pass forward [--shape NAME ...] [--experts E] [--out FILE.json]
+
+Starts a process a GPU. All variants hold the same weights and tokens and are timed in turn, interleaved, each figure the
+median of means over a few calls in a row, the slowest rank's. Bits are compared first, output and gradients, ours with
+TorchTitan's: a row with unequal bits prints no speed-up. `gemm` is the layer's grouped GEMMs through torch._grouped_mm on
+rows that lie in place already: a floor that no block reaches. `--switches` times the fused kernels once more with each
+measuring switch set.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import recipes  # noqa: F401  prepares the platform
+from recipes.backend import RoutedBackend, open_backend
+from recipes.config import UniEP
+from recipes.experts import UniEPMoE
+from recipes.records import commit, versions
+from uniep.shapes import MoEShape
+
+ROOT = Path(__file__).parents[1]
+SAMPLES, CALLS = 7, 5
+# What each switch of the fused kernels is set to when it is measured.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "relay off": {"copy_per_expert": True},
+    "priority off": {"by_priority": False},
+    "static roles": {"dynamic_roles": False},
+    "direct combine": {"staged_combine": False},
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    shape: MoEShape
+    num_tokens: int
+
+
+def layers(options: argparse.Namespace) -> list[Layer]:
+    """The chosen layers of benchmarks/moe_shapes.toml."""
+    known = tomllib.loads((ROOT / "benchmarks/moe_shapes.toml").read_text())["moe"]
+    names = [m["name"] for m in known]
+    if unknown := set(options.shape or ()) - set(names):
+        raise SystemExit(f"error: --shape must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
+    chosen = [m for m in known if not options.shape or m["name"] in options.shape]
+    return [
+        Layer(
+            m["name"],
+            MoEShape(min(options.experts or m["E"], m["E"]), m["K"], m["D"], m["F"], options.ep),
+            options.tokens,
+        )
+        for m in chosen
+    ]
+
+
+class Block:
+    """One variant of the layer on this rank."""
+
+    def __init__(self, moe: torch.nn.Module, layer: Layer, device: torch.device, with_backward: bool):
+        self.moe = moe
+        self.with_backward = with_backward
+        generator = torch.Generator(device).manual_seed(100 + dist.get_rank())
+        size = (1, layer.num_tokens, layer.shape.dim)
+        self.x = torch.randn(size, device=device, generator=generator).bfloat16().requires_grad_(with_backward)
+        self.grad = torch.randn(size, device=device, generator=generator).bfloat16()
+
+    def __call__(self) -> Tensor:
+        if not self.with_backward:
+            with torch.no_grad():
+                return self.moe(self.x)
+        self.x.grad = None
+        self.moe.zero_grad()
+        out = self.moe(self.x)
+        out.backward(self.grad)
+        return out
+
+    def results(self) -> dict[str, Tensor]:
+        """Output and gradients of one call, as local tensors of its own."""
+        found = {"out": self().detach()}
+        if self.with_backward:
+            assert self.x.grad is not None
+            found["x"] = self.x.grad
+            found |= {name: p.grad for name, p in self.moe.named_parameters() if p.grad is not None}
+        return {n: (t.to_local() if isinstance(t, DTensor) else t).clone() for n, t in found.items()}
+
+
+def build_stock(layer: Layer, mesh: DeviceMesh, device: torch.device) -> torch.nn.Module:
+    from torchtitan.distributed.expert_parallel import ExpertParallel
+    from torchtitan.models.moe import MoE, MoEArgs
+
+    shape = layer.shape
+    args = MoEArgs(
+        num_experts=shape.num_experts,
+        num_shared_experts=0,
+        top_k=shape.top_k,
+        score_func="softmax",
+        route_norm=True,
+        score_before_experts=False,
+        load_balance_coeff=None,
+    )
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with device, torch.no_grad():
+        moe = MoE(args, shape.dim, shape.hidden_dim)
+        moe.init_weights(0.02, device)
+    torch.set_default_dtype(torch.float32)
+    return parallelize_module(moe, mesh, {"experts": ExpertParallel()})
+
+
+def grouped_gemms(moe: Any, layer: Layer, with_backward: bool) -> Callable[[], None]:
+    """The layer's GEMMs alone, on as many rows as a rank receives with balanced routing, in groups of equal size."""
+    shape = layer.shape
+    w1, w2, w3 = (w.to_local().detach() for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
+    rows = layer.num_tokens * shape.top_k // shape.num_local_experts // 8 * 8 or 8
+    ends = torch.arange(1, len(w1) + 1, device=w1.device, dtype=torch.int32) * rows
+    x_RD = torch.randn(rows * len(w1), shape.dim, device=w1.device).bfloat16()
+    h_RF = torch.randn(rows * len(w1), shape.hidden_dim, device=w1.device).bfloat16()
+
+    def run() -> None:
+        torch._grouped_mm(x_RD, w1.transpose(1, 2), offs=ends)
+        torch._grouped_mm(x_RD, w3.transpose(1, 2), offs=ends)
+        torch._grouped_mm(h_RF, w2.transpose(1, 2), offs=ends)
+        if with_backward:
+            torch._grouped_mm(x_RD, w2, offs=ends)
+            torch._grouped_mm(h_RF, w1, offs=ends)
+            torch._grouped_mm(h_RF, w3, offs=ends)
+            torch._grouped_mm(h_RF.t(), x_RD, offs=ends)
+            torch._grouped_mm(h_RF.t(), x_RD, offs=ends)
+            torch._grouped_mm(x_RD.t(), h_RF, offs=ends)
+
+    return run
+
+
+def time_interleaved(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds a call. Every variant is warm when its first sample is taken."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for sample in range(SAMPLES + 1):
+        for name, call in variants.items():
+            if sample == 0:
+                call()
+            torch.cuda.synchronize()
+            dist.barrier()
+            start.record()
+            for _ in range(CALLS):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            if sample:
+                samples[name].append(start.elapsed_time(end) / CALLS)
+    slowest = torch.tensor([statistics.median(s) for s in samples.values()], device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(samples, slowest.tolist(), strict=True))
+
+
+def peak_gib(call: Callable[[], Any]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def same(want: dict[str, Tensor], got: dict[str, Tensor]) -> bool:
+    """On all ranks."""
+    equal = want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    unequal = torch.tensor(0 if equal else 1, device="cuda")
+    dist.all_reduce(unequal)
+    return not unequal.item()
+
+
+def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    with_backward = options.passes == "both"
+
+    def opened(name: Any, switch: dict[str, Any] | None = None) -> RoutedBackend:
+        section = replace(UniEP(), symmetric_memory=options.memory)
+        return open_backend(
+            name, layer.shape, max_tokens=layer.num_tokens, ep_mesh=mesh, options=section, switches=switch or {}
+        )
+
+    def block(moe: torch.nn.Module) -> Block:
+        return Block(moe, layer, device, with_backward)
+
+    stock = build_stock(layer, mesh, device)
+    backends = {"reference": opened("reference"), "uniep": opened("uniep")}
+    if options.switches:
+        backends |= {switch: opened("uniep", settings) for switch, settings in SWITCHES.items()}
+    blocks = {"stock": block(stock)} | {n: block(UniEPMoE(stock, b, ep_mesh=mesh)) for n, b in backends.items()}
+    want = blocks["stock"].results()
+    equal = {name: same(want, blocks[name].results()) for name in backends}
+    del want
+    peaks = {name: peak_gib(blocks[name]) for name in ("stock", "uniep")}
+    times = time_interleaved({**blocks, "gemm": grouped_gemms(stock, layer, with_backward)})
+    heap_gib = float(backends["uniep"].facts["heap_gib"])
+    for backend in backends.values():
+        backend.close()
+    shape = layer.shape
+    return {
+        "shape": layer.name,
+        "E": shape.num_experts,
+        "K": shape.top_k,
+        "D": shape.dim,
+        "F": shape.hidden_dim,
+        "ep": shape.ep_degree,
+        "tokens": layer.num_tokens,
+        "pass": options.passes,
+        "memory": backends["uniep"].facts["symmetric_memory"],
+        **{f"{name.replace(' ', '_')}_ms": round(ms, 4) for name, ms in times.items()},
+        "bits_equal": equal["uniep"],
+        "reference_bits_equal": equal["reference"],
+        "switches_bits_equal": {name: equal[name] for name in SWITCHES if name in equal},
+        "peak_gib_stock": round(peaks["stock"], 3),
+        "peak_gib_uniep": round(peaks["uniep"] + heap_gib, 3),
+    }
+
+
+def report(row: dict[str, Any]) -> str:
+    line = (
+        f"{row['shape']:22} E{row['E']:<4} T{row['tokens']:<6} stock {row['stock_ms']:8.3f}  "
+        f"reference {row['reference_ms']:8.3f}  gemm {row['gemm_ms']:8.3f}  uniep {row['uniep_ms']:8.3f} ms  "
+        f"{row['peak_gib_stock']:6.2f} / {row['peak_gib_uniep']:6.2f} GiB  "
+    )
+    if not row["bits_equal"]:
+        return line + "UNEQUAL BITS: no speed-up"
+    extra = "".join(
+        f"  {n} {row[n.replace(' ', '_') + '_ms']:.3f}" for n in SWITCHES if n.replace(" ", "_") + "_ms" in row
+    )
+    ratio = row["stock_ms"] / row["uniep_ms"]
+    return line + f"{ratio:5.2f}x stock, {row['uniep_ms'] / row['gemm_ms']:4.2f}x gemm, equal{extra}"
+
+
+def work(options: argparse.Namespace, argv: list[str]) -> int:
+    """One rank."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    mesh = init_device_mesh("cuda", (options.ep,), mesh_dim_names=("ep",))
+    rows = []
+    for layer in layers(options):
+        row = measure(layer, options, mesh, device)
+        rows.append(row)
+        torch.cuda.empty_cache()
+        if dist.get_rank() == 0:
+            print(report(row), flush=True)
+            if options.out:
+                write(options, argv, rows)
+    if dist.get_rank() == 0 and len(rows) > 1 and all(row["bits_equal"] for row in rows):
+        ours = statistics.geometric_mean(row["uniep_ms"] / row["gemm_ms"] for row in rows)
+        stock = statistics.geometric_mean(row["stock_ms"] / row["uniep_ms"] for row in rows)
+        print(f"geometric mean: {stock:.2f}x stock, {ours:.2f}x the grouped GEMMs alone")
+    dist.destroy_process_group()
+    return 0 if all(row["bits_equal"] for row in rows) else 1
+
+
+def write(options: argparse.Namespace, argv: list[str], rows: list[dict[str, Any]]) -> None:
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "rows": rows,
+        "gpu": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "commit": commit(),
+        "command": "python -m tools.bench_moe " + " ".join(argv),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    options.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ep", type=int, default=2, help="expert-parallel ranks, a GPU each (2)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank (8192)")
+    parser.add_argument("--pass", dest="passes", choices=("forward", "both"), default="forward")
+    parser.add_argument("--shape", nargs="+", help="names of benchmarks/moe_shapes.toml; without it all")
+    parser.add_argument("--experts", type=int, help="cut the shapes to this many experts")
+    parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
+    parser.add_argument("--switches", action="store_true", help="also time each measuring switch")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(argv)
+    chosen = layers(options)
+    if torch.cuda.device_count() < options.ep:
+        print(f"error: --ep must be at most the GPUs of this machine = {torch.cuda.device_count()}, got {options.ep}: "
+              "the benchmark needs GPUs", file=sys.stderr)  # fmt: skip
+        return 2
+    if "LOCAL_RANK" in os.environ:
+        return work(options, argv)
+    print(f"{len(chosen)} layers on {options.ep} x {torch.cuda.get_device_name()}", flush=True)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.ep}", "-m", "tools.bench_moe"]
+    return subprocess.run([*command, *argv], env={"OMP_NUM_THREADS": "4", **os.environ}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
