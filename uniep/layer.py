@@ -36,7 +36,8 @@ def forward_steps(
 
     Raises:
         ValueError: an input does not fit the heap's layout, or CUDA_DEVICE_MAX_CONNECTIONS is 1.
-        WaitTimeoutError: a kernel of this forward's exchange or of an earlier forward gave up a wait.
+        WaitTimeoutError: this forward's exchange or a kernel of an earlier forward gave up a wait.
+        RoomError: an earlier forward had more rows than config.max_rows.
     """
     _check_inputs(x_TD, w1_LFD, w2_LDF, w3_LFD, heap)
     x_TD, scores_TK = x_TD.contiguous(), scores_TK.contiguous()
@@ -44,8 +45,13 @@ def forward_steps(
     epoch = heap.next_epoch()
     launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch)
     yield
-    plan, sizes = launch_build_plan(heap, by_priority=config.by_priority)
+    plan, sizes = launch_build_plan(heap, by_priority=config.by_priority, max_rows=config.max_rows)
     yield
+    if config.max_rows is None:
+        num_rows = sizes.num_rows()
+    else:
+        num_rows = min(config.max_rows, heap.layout.max_rows)
+        heap.check_at_next(sizes.num_rows)
     up = launch_dispatch_gemm(
         x_TD,
         w1_LFD,
@@ -53,7 +59,7 @@ def forward_steps(
         plan,
         heap,
         config=config,
-        num_rows=sizes.num_rows(),
+        num_rows=num_rows,
         epoch=epoch,
         score_before_experts=score_before_experts,
         save_halves=False,

@@ -81,6 +81,7 @@ CASES = {
     "many_programs": Case(
         2, 4, (12, 12), config=replace(CONFIG, num_programs=7, num_dispatch=2, num_relay=2, num_combine=3)
     ),
+    "room_for_all": Case(2, 4, (9, 9), config=replace(CONFIG, max_rows=10**6), num_calls=2),
     "copy_per_expert": Case(2, 4, (9, 9), copy_per_expert=True),
     "by_token": Case(2, 4, (9, 9), config=replace(CONFIG, by_priority=False)),
     "direct_combine": Case(2, 4, (9, 9), config=replace(CONFIG, staged_combine=False)),

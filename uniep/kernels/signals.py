@@ -146,7 +146,8 @@ def _put_word(ptr, value):
 
 
 @triton.jit
-def _give_up(watch, KERNEL: tl.constexpr, task, WHAT: tl.constexpr, whom):
+def give_up(watch, KERNEL: tl.constexpr, task, WHAT: tl.constexpr, whom):
+    """Records that this rank cannot go on, unless it has done so before."""
     record = watch + 1 + tl.program_id(0) * _RECORD_WORDS
     if tl.load(watch, volatile=True) == 0:
         _put_word(record + 1, tl.full((), KERNEL, tl.int32))
@@ -169,7 +170,7 @@ def wait_flag(
         while (flag != epoch) & _may_go_on(start_ns, timeout_us, watch):
             flag = load_acquire(ptr, always, SYSTEM)
         if flag != epoch:
-            _give_up(watch, KERNEL, task, WHAT, whom)
+            give_up(watch, KERNEL, task, WHAT, whom)
 
 
 @triton.jit
@@ -190,5 +191,5 @@ def wait_flags(
             num_missing = tl.max((missing & _may_go_on(start_ns, timeout_us, watch)).to(tl.int32), 0)
         blamed = tl.max(tl.where(missing, whom, -1), 0)
         if blamed >= 0:
-            _give_up(watch, KERNEL, task, WHAT, blamed)
+            give_up(watch, KERNEL, task, WHAT, blamed)
     tl.debug_barrier()

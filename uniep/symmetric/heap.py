@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ class SymmetricHeap:
         self._base_U8 = base_U8
         self._close: Callable[[], None] | None = close
         self._epoch = 0
+        self._check_of_last: Callable[[], Any] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -97,11 +98,18 @@ class SymmetricHeap:
         """Starts a forward: the number that its flags will hold."""
         if self._close is None:
             raise HeapError(f"heap of rank {self.rank} must be open, got a closed one")
+        if self._check_of_last is not None:
+            check, self._check_of_last = self._check_of_last, None
+            check()
         self._epoch += 1
         return self._epoch
 
+    def check_at_next(self, check: Callable[[], Any]) -> None:
+        """Has the next forward call check before it starts: what the host did not wait for in this one."""
+        self._check_of_last = check
+
     def check(self) -> None:
-        """Raises WaitTimeoutError if a kernel gave up a wait. Waits for the device."""
+        """Raises WaitTimeoutError or RoomError if a kernel gave up. Waits for the device."""
         raise_if_given_up(self.scoreboard.watch, self.rank, self.timeout_s)
 
     def close(self) -> None:
