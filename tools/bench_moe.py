@@ -2,11 +2,11 @@
 
 python -m tools.bench_moe --ep 2 --tokens 8192 --pass forward [--shape NAME ...] [--experts E] [--out FILE.json]
 
-Starts a process a GPU. All variants hold the same weights and tokens and are timed in turn, interleaved, each figure the
-median of means over a few calls in a row, the slowest rank's. Bits are compared first, output and gradients, ours with
-TorchTitan's: a row with unequal bits prints no speed-up. `gemm` is the layer's grouped GEMMs through torch._grouped_mm on
-rows that lie in place already: a floor that no block reaches. `--switches` times the fused kernels once more with each
-measuring switch set.
+Starts a process a GPU. All variants hold the same weights and tokens and are timed in turn, interleaved, each figure
+the median of means over a few calls in a row, the slowest rank's. Bits are compared first, output and gradients, ours
+with TorchTitan's: a row with unequal bits prints no speed-up. `gemm` is the layer's grouped GEMMs through
+torch._grouped_mm on rows that lie in place already: a floor that no block reaches. `--switches` times the fused kernels
+once more with each measuring switch set.
 """
 
 import argparse
