@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from uniep.kernels.config import KernelConfig, default_config
+from uniep.kernels.swiglu import swiglu, swiglu_ref
 from uniep.layer import forward_steps
 from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
@@ -170,3 +173,20 @@ def test_progress_beside_a_kernel_that_holds_most_multiprocessors() -> None:
         rank = heap.rank
         expected = reference_moe(x[rank], scores[rank], ids[rank], w1, w2, w3, score_before_experts=False, group=None)
         assert torch.equal(out, expected)
+
+
+@triton.jit
+def _swiglu_kernel(gate, up, h, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    _, _, product = swiglu(tl.load(gate + index).to(tl.float32), tl.load(up + index).to(tl.float32))
+    tl.store(h + index, product)
+
+
+def test_swiglu_of_every_gate() -> None:
+    """All 65,536 bf16 values of g, each with several u: no bit may differ from torch."""
+    gate = torch.arange(65536, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16).repeat(4)
+    up = torch.randn(len(gate), device="cuda").bfloat16()
+    h = torch.empty_like(gate)
+    _swiglu_kernel[(len(gate) // 1024,)](gate, up, h, BLOCK=1024)
+    want, finite = swiglu_ref(gate, up), torch.isfinite(gate)
+    assert torch.equal(h[finite].view(torch.int16), want[finite].view(torch.int16))

@@ -77,6 +77,7 @@ CASES = {
     "normal_data": Case(2, 4, (12, 12), dim=72, hidden_dim=40, exact=False),
     "normal_data_scores_first": Case(2, 4, (12, 12), exact=False, score_before_experts=True),
     "torch_reduces": Case(2, 4, (12, 12), reduce_in_kernel=False),
+    "torch_reduces_no_tokens": Case(2, 2, (0, 5), reduce_in_kernel=False),
     "one_program": Case(2, 4, (12, 12), config=replace(CONFIG, num_programs=1), num_calls=3),
     "many_programs": Case(
         2, 4, (12, 12), config=replace(CONFIG, num_programs=7, num_dispatch=2, num_relay=2, num_combine=3)

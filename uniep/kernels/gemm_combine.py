@@ -273,5 +273,5 @@ def launch_gemm_combine(
     )
     if not reduce_in_kernel:
         returned_TKD = heap.region("returned")[: num_tokens * shape.top_k].view(num_tokens, shape.top_k, dim)
-        out_TD = torch.bmm(scores_TK.view(num_tokens, 1, -1), returned_TKD.float()).to(torch.bfloat16).squeeze(1)
+        out_TD = torch.bmm(scores_TK.unsqueeze(1), returned_TKD.float()).to(torch.bfloat16).squeeze(1)
     return out_TD

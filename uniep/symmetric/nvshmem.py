@@ -48,7 +48,7 @@ def open_nvshmem(
     base[: layout.num_flag_bytes].zero_()
     torch.cuda.synchronize(device)
     # No rank may signal before every rank's flags are zero.
-    dist.barrier(group, device_ids=[device.index])
+    dist.barrier(group)
 
     def close() -> None:
         torch.cuda.synchronize(device)

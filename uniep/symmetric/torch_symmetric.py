@@ -34,7 +34,7 @@ def open_torch_symmetric(
     base[: layout.num_flag_bytes].zero_()
     torch.cuda.synchronize(device)
     # No rank may signal before every rank's flags are zero.
-    dist.barrier(group, device_ids=[device.index])
+    dist.barrier(group)
     keep = [base, handle]
     return SymmetricHeap(
         layout,
