@@ -1,7 +1,7 @@
 """The fused forward on the GPUs of one node, a process each: bits against the reference, then times.
 
-    torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap nvshmem --calls 20
-    torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap torch --experts 64 --dim 7168 --hidden-dim 2048
+    PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap nvshmem --calls 20
+    PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap torch --experts 64 --dim 7168 --hidden-dim 2048
 
 Every call has other data and another routing, and is compared bit for bit. One JSON line at the end: medians in ms of
 the whole forward, of its parts, and of the grouped GEMMs alone. It refuses to time what is not equal.

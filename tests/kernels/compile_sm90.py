@@ -1,7 +1,7 @@
 """Compiles every kernel for Hopper as its launcher would launch it, on a machine without a GPU, and prints what it
 costs.
 
-    python tests/kernels/compile_sm90.py
+    PYTHONPATH=. python tests/kernels/compile_sm90.py
 
 One JSON line a kernel: registers a thread, bytes of spills, bytes of shared memory, whether wgmma and TMA are used.
     Run it

@@ -1,5 +1,6 @@
 """The whole fused forward over interpreted ranks, against an oracle that sees the global batch."""
 
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -137,3 +138,23 @@ def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _poisoned(tensor: Tensor) -> Tensor:
     return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30))
+
+
+def test_rank_that_comes_late() -> None:
+    """Other data in each call, and in each another rank that comes late: no flag of an earlier call may count."""
+    case = CASES["two_ranks"]
+    batches = [case.draw(seed) for seed in range(4)]
+
+    def body(heap: SymmetricHeap) -> list:
+        outs = []
+        for call, batch in enumerate(batches):
+            if call % 2 == heap.rank:
+                time.sleep(1.0)
+            inputs = (batch.x[heap.rank], batch.scores[heap.rank], batch.expert_ids[heap.rank])
+            more = {"score_before_experts": False, "heap": heap, "config": CONFIG}
+            outs.append(fused_forward(*inputs, *batch.weights(heap.rank), **more).float().numpy())
+        return outs
+
+    for rank, outs in enumerate(run_ranks(case.layout, body, timeout_s=20.0)):
+        for batch, out in zip(batches, outs, strict=True):
+            assert torch.equal(torch.from_numpy(out), moe_ref(batch, score_before_experts=False)[rank].float())

@@ -51,10 +51,14 @@ def relay_tile(
     )
 
     received = region_address(peers_W, rank, received_offset_bytes)
-    for start in range(0, TILE_ROWS, COPY_ROWS):
-        step_rows = first_row + start + tl.arange(0, COPY_ROWS)
+    step_rows = first_row + tl.arange(0, COPY_ROWS)
+    # One step ahead, so that a copy does not wait first for the origins and then for the rows.
+    next_origin = tl.load(row_origin_R + step_rows, mask=step_rows < end_row, other=0)
+    for _ in range(0, TILE_ROWS, COPY_ROWS):
         step_exists = step_rows < end_row
-        step_origin = tl.load(row_origin_R + step_rows, mask=step_exists, other=0).to(tl.int64)
+        step_origin = next_origin.to(tl.int64)
+        next_rows = step_rows + COPY_ROWS
+        next_origin = tl.load(row_origin_R + next_rows, mask=next_rows < end_row, other=0)
         step_slot = step_origin if COPY_PER_EXPERT else step_origin // K
         own = x_TD.to(tl.int64) + (step_origin - rank.to(tl.int64) * NUM_SLOTS) // K * (D * 2)
         address = tl.where(step_origin // NUM_SLOTS == rank, own, received + step_slot * (D * 2))
@@ -65,4 +69,5 @@ def relay_tile(
             copy_scaled_rows(address, target, scale, step_exists, D, COPY_COLS)
         else:
             copy_rows(address, target, step_exists, D, COPY_COLS)
+        step_rows = next_rows
     signal_tile(input_ready + tile, epoch)

@@ -50,12 +50,17 @@ def return_tile(
     if STAGED:
         first_row = tl.load(tile_first_row + tile)
         end_row = tl.load(tile_end_row + tile)
-        for start in range(0, TILE_ROWS, COPY_ROWS):
-            rows = first_row + start + tl.arange(0, COPY_ROWS)
-            origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
+        rows = first_row + tl.arange(0, COPY_ROWS)
+        # One step ahead, so that a copy does not wait first for the origins and then for the rows.
+        next_origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
+        for _ in range(0, TILE_ROWS, COPY_ROWS):
+            origin = next_origin
+            next_rows = rows + COPY_ROWS
+            next_origin = tl.load(row_origin_R + next_rows, mask=next_rows < end_row, other=0)
             source = origin // NUM_SLOTS
             returned = (rows < end_row) & (source != rank)
             place = (origin % NUM_SLOTS).to(tl.int64) * (D * 2)
             target = region_address(peers_W, source, returned_offset_bytes) + place
             copy_rows(y_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2), target, returned, D, COPY_COLS)
+            rows = next_rows
     fence_system()

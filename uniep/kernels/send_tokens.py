@@ -48,10 +48,14 @@ def send_tokens(
     origin = rank.to(tl.int64) * NUM_SLOTS
     if first < end:
         received = region_address(peers_W, destination, received_offset_bytes)
-        for start in range(0, CHUNK, COPY_ROWS):
-            step_index = first + start + tl.arange(0, COPY_ROWS)
+        step_index = first + tl.arange(0, COPY_ROWS)
+        # One step ahead, so that a copy does not wait first for the list and then for the rows.
+        next_flat = tl.load(send_rows_N + step_index, mask=step_index < end, other=0)
+        for _ in range(0, CHUNK, COPY_ROWS):
             step_exists = step_index < end
-            step_flat = tl.load(send_rows_N + step_index, mask=step_exists, other=0).to(tl.int64)
+            step_flat = next_flat.to(tl.int64)
+            step_index += COPY_ROWS
+            next_flat = tl.load(send_rows_N + step_index, mask=step_index < end, other=0)
             step_slot = origin + step_flat if COPY_PER_EXPERT else (origin + step_flat) // K
             source = x_TD.to(tl.int64) + step_flat // K * (D * 2)
             copy_rows(source, received + step_slot * (D * 2), step_exists, D, COPY_COLS)
