@@ -1,7 +1,8 @@
 """The fused forward on the GPUs of one node, a process each: bits against the reference, then times.
 
     PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap nvshmem --calls 20
-    PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap torch --experts 64 --dim 7168 --hidden-dim 2048
+    PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap torch --experts 64 --dim 7168
+    --hidden-dim 2048
 
 Every call has other data and another routing, and is compared bit for bit. One JSON line at the end: medians in ms of
 the whole forward, of its parts, and of the grouped GEMMs alone. It refuses to time what is not equal.
@@ -122,6 +123,29 @@ def gemms_alone(num_rows_L: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Calla
     return run
 
 
+def beside_all_gather(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, score: dict[str, bool]) -> int:
+    """Elements that differ when an NCCL all-gather on another stream is enqueued before the forward on even ranks and
+    after
+    it on odd ones: neither may hold the other back."""
+    side = torch.cuda.Stream()
+    part = torch.randn(32 << 20, device=inputs[0].device)
+    whole = part.new_empty(len(part) * heap.num_ranks)
+    expected = fused_forward(*inputs, heap=heap, config=config, **score)
+    num_unequal = 0
+    for _ in range(20):
+        torch.cuda.synchronize()
+        for step in ("gather", "forward") if heap.rank % 2 == 0 else ("forward", "gather"):
+            if step == "forward":
+                out = fused_forward(*inputs, heap=heap, config=config, **score)
+            else:
+                with torch.cuda.stream(side):
+                    dist.all_gather_into_tensor(whole, part)
+        torch.cuda.synchronize()
+        num_unequal += int((out != expected).sum())
+    heap.check()
+    return num_unequal
+
+
 def main() -> None:
     arguments = parse()
     rank = int(os.environ["LOCAL_RANK"])
@@ -168,6 +192,7 @@ def main() -> None:
             line["reference_ms"] = median_ms(lambda: reference_moe(*inputs, group=group, **score), 5)
             line["gemms_alone_ms"] = median_ms(gemms_alone(own, w1, w2, w3), arguments.timed_calls)
             line |= time_parts(inputs, heap, config, arguments.timed_calls)
+            line["unequal_beside_all_gather"] = beside_all_gather(inputs, heap, config, score)
         if rank == 0:
             print(json.dumps(line), flush=True)
         if arguments.absent_rank is not None:

@@ -33,7 +33,6 @@ from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
 
-TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 
 
@@ -48,7 +47,7 @@ class Capture:
         return lambda *args, **kwargs: self.launches.append((args, kwargs))
 
 
-def compile_launch(capture: Capture) -> dict[str, Any]:
+def compile_launch(capture: Capture, arch: int) -> dict[str, Any]:
     """Compiles the first launch of a kernel with the types and alignments of its arguments."""
     kernel = capture.kernel
     args, kwargs = capture.launches[0]
@@ -73,7 +72,7 @@ def compile_launch(capture: Capture) -> dict[str, Any]:
             if value % 16 == 0 and name.endswith("_bytes"):
                 attrs[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attrs)
-    binary = triton.compile(source, target=TARGET, options=options)
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     return {"kernel": kernel.__name__, "shared_bytes": binary.metadata.shared} | _resources(binary)
 
 
@@ -130,21 +129,26 @@ def capture_launches(
     return captures
 
 
-# A kernel in full for one shape; of the others only the two that depend on it most.
-SHAPES = {
-    "qwen3-30b-a3b": MoEShape(128, 8, 2048, 768, 2),
-    "deepseek-v3-e64": MoEShape(64, 8, 7168, 2048, 2),
-    "kimi-linear-48b-a3b": MoEShape(256, 8, 2304, 1024, 8),
-}
+WIDE = TileConfig()
+DEEP = TileConfig(num_stages=4)
+POINTERS = TileConfig(block_n=128, block_k=32, use_tma=False)
+# (name, shape, tokens, tiles, architecture, scores before experts)
+LAUNCHES = [
+    ("qwen3-30b-a3b", MoEShape(128, 8, 2048, 768, 2), 8192, WIDE, 90, False),
+    ("deepseek-v3-e64", MoEShape(64, 8, 7168, 2048, 2), 8192, DEEP, 90, False),
+    ("kimi-linear-48b-a3b", MoEShape(256, 8, 2304, 1024, 8), 8192, DEEP, 90, True),
+    ("one-rank", MoEShape(8, 2, 2304, 128, 1), 100, WIDE, 90, False),
+    ("before-hopper", MoEShape(64, 6, 2048, 1408, 2), 8192, POINTERS, 80, False),
+]
 
 
 def main() -> None:
-    for index, (name, shape) in enumerate(SHAPES.items()):
-        tiles = TileConfig(num_stages=3 if index == 0 else 4)
+    for index, (name, shape, num_tokens, tiles, arch, score_before_experts) in enumerate(LAUNCHES):
         config = KernelConfig(num_programs=132, up=tiles, down=tiles)
-        for capture in capture_launches(shape, 8192, config, score_before_experts=index == 2):
-            if index == 0 or "gemm" in capture.kernel.__name__:
-                row = {"shape": name, "num_stages": tiles.num_stages} | compile_launch(capture)
+        for capture in capture_launches(shape, num_tokens, config, score_before_experts=score_before_experts):
+            # The small kernels hardly depend on the shape.
+            if index == 0 or shape.ep_degree == 1 or "gemm" in capture.kernel.__name__:
+                row = {"shape": name, "arch": arch, "num_stages": tiles.num_stages} | compile_launch(capture, arch)
                 print(json.dumps(row), flush=True)
 
 

@@ -163,7 +163,8 @@ def _dispatch_gemm_kernel(
             first_row = tl.load(tile_first_row + tile)
             end_row = tl.load(tile_end_row + tile)
             wait_flag(input_ready + tile, epoch, watch, timeout_us, _KERNEL, task, _INPUT_TILE, tile, SYSTEM=False)
-            fence_async_proxy()
+            if TMA:
+                fence_async_proxy()
             b_row = expert * F + col
             gate, up = gemm_tile_pair(
                 a, w1, w3, first_row, end_row, b_row, (expert + 1) * F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA

@@ -39,7 +39,8 @@ _RETURNED_ROWS = tl.constexpr(int(What.RETURNED_ROWS))
 _MIN_REDUCE_TOKENS = 128
 _MIN_REDUCE_ELEMENTS = 82_000
 _REDUCE_TASK_TOKENS = 8
-_REDUCE_MAX_COLS = 2048
+# 8 elements, 16 bytes, a thread and row at 8 warps.
+_REDUCE_STEP_ELEMENTS = 2048
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "epoch", "timeout_us"])
@@ -84,6 +85,7 @@ def _gemm_combine_kernel(
     TASK_TOKENS: tl.constexpr,
     COPY_ROWS: tl.constexpr,
     COPY_COLS: tl.constexpr,
+    REDUCE_ROWS: tl.constexpr,
     REDUCE_COLS: tl.constexpr,
     LANES: tl.constexpr,
 ):
@@ -188,6 +190,7 @@ def _gemm_combine_kernel(
                 K,
                 WEIGHTED,
                 TASK_TOKENS,
+                REDUCE_ROWS,
                 REDUCE_COLS,
             )
             task = take(counters, THIRD_ROLE)
@@ -225,6 +228,7 @@ def launch_gemm_combine(
         h = TensorDescriptor.from_tensor(h_RF, [layout.tile_rows, tiles.block_k])
         w2 = TensorDescriptor.from_tensor(w2, [tiles.block_n, tiles.block_k])
     copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
+    reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
     _gemm_combine_kernel[(config.num_programs,)](
         h,
         w2,
@@ -266,7 +270,8 @@ def launch_gemm_combine(
         TASK_TOKENS=_REDUCE_TASK_TOKENS,
         COPY_ROWS=copy_rows,
         COPY_COLS=copy_cols,
-        REDUCE_COLS=min(triton.next_power_of_2(dim), _REDUCE_MAX_COLS),
+        REDUCE_ROWS=min(reduce_rows, _REDUCE_TASK_TOKENS),
+        REDUCE_COLS=reduce_cols,
         LANES=32 * tiles.num_warps,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
