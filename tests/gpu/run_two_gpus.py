@@ -86,7 +86,6 @@ def time_parts(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, 
     x, scores, ids, w1, w2, w3 = inputs
     names = ("exchange", "plan", "dispatch_gemm", "gemm_combine")
     times: dict[str, list[float]] = {name: [] for name in names}
-    common = {"config": config, "score_before_experts": False}
     for _ in range(calls + 3):
         dist.barrier()
         torch.cuda.synchronize()
@@ -98,10 +97,31 @@ def time_parts(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, 
         plan, sizes = launch_build_plan(heap)
         num_rows = sizes.num_rows()
         marks[2].record()
-        up = launch_dispatch_gemm(x, w1, w3, plan, heap, num_rows=num_rows, epoch=epoch, save_halves=False, **common)
+        up = launch_dispatch_gemm(
+            x,
+            w1,
+            w3,
+            plan,
+            heap,
+            config=config,
+            num_rows=num_rows,
+            epoch=epoch,
+            score_before_experts=False,
+            save_halves=False,
+        )
         marks[3].record()
         in_kernel = reduces_in_kernel(*x.shape, score_before_experts=False)
-        launch_gemm_combine(up.h_RF, w2, scores, plan, heap, epoch=epoch, reduce_in_kernel=in_kernel, **common)
+        launch_gemm_combine(
+            up.h_RF,
+            w2,
+            scores,
+            plan,
+            heap,
+            config=config,
+            epoch=epoch,
+            score_before_experts=False,
+            reduce_in_kernel=in_kernel,
+        )
         marks[4].record()
         torch.cuda.synchronize()
         for name, start, end in zip(names, marks, marks[1:], strict=False):
@@ -153,6 +173,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     group = dist.group.WORLD
+    assert group is not None
     shape = MoEShape(arguments.experts, arguments.top_k, arguments.dim, arguments.hidden_dim, group.size())
     layout = HeapLayout(shape, arguments.tokens, copy_per_expert=arguments.copy_per_expert)
     open_heap = open_nvshmem if arguments.heap == "nvshmem" else open_torch_symmetric

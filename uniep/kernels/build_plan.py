@@ -138,11 +138,13 @@ def _scan_kernel(
         row = sent_counts_EB + (program - L) * BLOCKS_OF_RANK
         num_blocks = tl.full((), BLOCKS_OF_RANK, tl.int32)
     total = tl.full((), 0, tl.int32)
-    for start in range(0, num_blocks, STEP):
+    start = tl.full((), 0, tl.int32)
+    while start < num_blocks:
         blocks = start + tl.arange(0, STEP)
         counts = tl.load(row + blocks, mask=blocks < num_blocks, other=0)
         tl.store(row + blocks, total + tl.cumsum(counts, 0) - counts, mask=blocks < num_blocks)
         total += tl.sum(counts, 0)
+        start += STEP
     tl.store(totals + program, total)
 
     if is_last(counters, FINISHED, tl.num_programs(0)):
@@ -229,13 +231,15 @@ def _scatter_kernel(
         first_row = tl.load(expert_offsets + expert)
         end_row = tl.load(expert_offsets + expert + 1)
         first_tile = tl.load(tile_offsets + expert)
-        for start in range(0, tl.cdiv(end_row - first_row, TILE_ROWS), BLOCK):
-            index = start + tl.arange(0, BLOCK)
+        index = tl.arange(0, BLOCK)
+        while first_row < end_row:
             row = first_row + index * TILE_ROWS
             exists = row < end_row
             tl.store(tile_expert + first_tile + index, tl.zeros((BLOCK,), tl.int32) + expert, mask=exists)
             tl.store(tile_first_row + first_tile + index, row, mask=exists)
             tl.store(tile_end_row + first_tile + index, tl.minimum(row + TILE_ROWS, end_row), mask=exists)
+            first_row += BLOCK * TILE_ROWS
+            first_tile += BLOCK
 
 
 class PendingSizes:

@@ -44,7 +44,8 @@ def _exchange_routing_kernel(
     Two ranks: rank 0's last program stores epoch into routing_flags[0] of rank 0 and of rank 1, and leaves once
     routing_flags[0] and [1] of its own heap hold the epoch.
     """
-    for block in range(tl.program_id(0), tl.cdiv(NUM_SLOTS, BLOCK), tl.num_programs(0)):
+    block = tl.program_id(0)
+    while block * BLOCK < NUM_SLOTS:
         slot = block * BLOCK + tl.arange(0, BLOCK)
         filled = slot < num_routed
         ids = tl.load(expert_ids_N + slot, mask=filled, other=-1).to(tl.int32)
@@ -56,6 +57,7 @@ def _exchange_routing_kernel(
             place = rank.to(tl.int64) * NUM_SLOTS + slot
             tl.store(target_ids + place, ids, mask=slot < NUM_SLOTS)
             tl.store(target_scores + place, scores, mask=slot < NUM_SLOTS)
+        block += tl.num_programs(0)
     fence_system()
     if is_last(counters, FINISHED, tl.num_programs(0)):
         ranks = tl.arange(0, RANKS)

@@ -116,6 +116,7 @@ class SymmetricHeap:
         """Gives the memory back. All ranks close together, after their last kernel."""
         if self._close is not None:
             close, self._close = self._close, None
+            self._base_U8 = self._base_U8.new_empty(0)
             close()
 
     def __enter__(self) -> Self:
