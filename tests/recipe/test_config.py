@@ -1,0 +1,397 @@
+"""recipes.load and recipes.checks: every bad input is one line that names the key, the rule and the value."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import backend as backend_module
+from recipes.checks import check_config
+from recipes.load import ConfigError, load_config
+from tests.recipe.runs import ROOT, TOKENIZER
+
+CONFIGS = ROOT / "train_configs"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def check(*overrides: str, config: str | Path = "train_configs/qwen3_cpu.toml", num_ranks: int = 2) -> Any:
+    job = load_config([f"--job.config_file={config}", *overrides])
+    check_config(job, num_ranks)
+    return job
+
+
+def says(*overrides: str, **kwargs: Any) -> str:
+    """The error of a config that cannot run."""
+    with pytest.raises(ConfigError) as caught:
+        check(*overrides, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text.strip(), text
+    return text
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """edited(old, new): a copy of qwen3_cpu.toml with one line changed."""
+
+    def edit(old: str, new: str) -> Path:
+        text = (CONFIGS / "qwen3_cpu.toml").read_text()
+        assert text.count(old) == 1, old
+        path = tmp_path / "edited.toml"
+        path.write_text(text.replace(old, new))
+        return path
+
+    return edit
+
+
+# Ranks that a config is meant for, from its first line.
+INTENDED_RANKS = {
+    "qwen3_cpu": 2,
+    "deepseek_v3_cpu": 2,
+    "qwen3_debug": 2,
+    "deepseek_v3_debug": 2,
+    "qwen3_30b_a3b_8layers": 2,
+    "qwen3_30b_a3b": 8,
+    "qwen3_235b_a22b": 128,
+    "deepseek_v3_671b": 128,
+    "kimi_k2": 256,
+}
+
+
+def test_every_config_is_listed():
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == INTENDED_RANKS.keys()
+
+
+@pytest.mark.parametrize("name", INTENDED_RANKS)
+def test_every_config_passes_for_its_ranks(name):
+    overrides = []
+    text = (CONFIGS / f"{name}.toml").read_text()
+    if "./assets/hf/" in text:
+        overrides.append(f"--model.hf_assets_path={TOKENIZER}")  # the real one is the user's to fetch
+    job = check(*overrides, config=CONFIGS / f"{name}.toml", num_ranks=INTENDED_RANKS[name])
+    assert job.uniep.backend == "auto"
+    assert job.job.custom_config_module == "recipes.config"
+    assert job.experimental.custom_import == "recipes.families"
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3_671b", "kimi_k2"])
+@pytest.mark.parametrize("backend", ["torchtitan", "uniep"])
+def test_large_configs_pass_on_gpus(name, backend, monkeypatch):
+    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: True)
+    overrides = [f"--model.hf_assets_path={TOKENIZER}", f"--uniep.backend={backend}"]
+    check(*overrides, config=CONFIGS / f"{name}.toml", num_ranks=INTENDED_RANKS[name])
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("[parallelism] expert_paralel_degree", "expert_parallel_degree"),
+        ("[training] seq_length", "seq_len"),
+        ("[uniep] backnd", "backend"),
+        ("[model] n_layer", "n_layers"),
+        ("[activation_checkpoint] mod", "mode"),
+    ],
+)
+def test_misspelt_key_in_the_toml(key, near, tmp_path):
+    section, name = re.fullmatch(r"\[(\w+)\] (\w+)", key).groups()
+    path = tmp_path / "run.toml"
+    path.write_text(f"[{section}]\n{name} = 1\n")
+    text = says(config=path)
+    assert f"{key} is not a known key" in text
+    assert f"did you mean {near}?" in text
+    assert str(path) in text
+
+
+def test_key_without_a_neighbour_lists_the_known_ones(edited):
+    text = says(config=edited('backend = "auto"', "zzz = 3"))
+    assert "[uniep] zzz is not a known key; it has backend" in text
+
+
+def test_misspelt_key_in_a_nested_section(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[training.dataloader]\nnum_worker = 2\n")
+    assert "[training.dataloader] num_worker is not a known key; did you mean num_workers?" in says(config=path)
+
+
+@pytest.mark.parametrize(
+    ("section", "near"), [("unipe", "uniep"), ("traning", "training"), ("parallelisms", "parallelism")]
+)
+def test_misspelt_section(section, near, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(f"[{section}]\nkey = 1\n")
+    assert f"[{section}] is not a known section; did you mean {near}?" in says(config=path)
+
+
+def test_section_that_is_a_value(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('uniep = "reference"\n')
+    assert "[uniep] must be a section, got 'reference'" in says(config=path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "near"),
+    [
+        ("--training.stepz=3", "--training.steps"),
+        ("--parallelism.expert-paralel-degree=2", "--parallelism.expert_parallel_degree"),
+        ("--uniep.backnd=reference", "--uniep.backend"),
+        ("--unipe.backend=reference", "--uniep.backend"),
+        ("--model.n_layer=1", "--model.n_layers"),
+        ("--metrics.no_enable_wandbb", "--metrics.enable_wandb"),
+    ],
+)
+def test_misspelt_argument(argument, near):
+    text = says(argument)
+    assert "is not a known key" in text
+    assert f"did you mean {near}?" in text
+
+
+def test_argument_apart_from_its_value():
+    assert "did you mean --training.steps?" in says("--training.stepz", "3")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("steps = 400", 'steps = "400"', "[training] steps must be a whole number, got '400'"),
+        ("steps = 400", "steps = 400.5", "[training] steps must be a whole number, got 400.5"),
+        ("steps = 400", "steps = true", "[training] steps must be a whole number, got True"),
+        ("lr = 4e-3", 'lr = "fast"', "[optimizer] lr must be a number, got 'fast'"),
+        ("deterministic = true", "deterministic = 1", "[debug] deterministic must be true or false, got 1"),
+        ('name = "qwen3"', "name = 3", "[model] name must be a string, got 3"),
+        ('mode = "none"', 'mode = "some"', '[activation_checkpoint] mode must be one of "selective", "full"'),
+        ('backend = "auto"', 'backend = "fused"', '[uniep] backend must be one of "auto", "uniep", "reference"'),
+        ('flavor = "cpu"', 'flavor = "cpu"\nn_layers = "2"', "[model] n_layers must be a whole number, got '2'"),
+        (
+            'flavor = "cpu"',
+            'flavor = "cpu"\nconverters = "a"',
+            "[model] converters must be a list, each a string, got 'a'",
+        ),
+    ],
+)
+def test_wrong_value_in_the_toml(edited, old, new, expected):
+    path = edited(old, new)
+    text = says(config=path)
+    assert expected in text
+    assert str(path) in text
+
+
+def test_whole_numbers_are_numbers(edited):
+    assert check(config=edited("lr = 4e-3", "lr = 1")).optimizer.lr == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--training.steps=abc", ("--training.steps", "abc")),
+        ("--uniep.backend=fused", ("--uniep.backend", "fused", "reference")),
+        ("--activation_checkpoint.mode=some", ("--activation", "some", "selective")),
+        ("--training.steps", ("--training.steps",)),
+        ("stray", ("stray",)),
+    ],
+)
+def test_wrong_argument_ends_with_status_2(argument, expected, capsys):
+    """TorchTitan's parser prints these itself."""
+    with pytest.raises(SystemExit) as caught:
+        check(argument)
+    assert caught.value.code == 2
+    said = "".join(capsys.readouterr())
+    for part in expected:
+        assert part in said
+
+
+def test_missing_file():
+    text = says(config="train_configs/qwen3_cpo.toml")
+    assert "--job.config_file must be a TOML file" in text
+    assert '"train_configs/qwen3_cpo.toml"' in text
+    assert "did you mean train_configs/qwen3_cpu.toml?" in text
+
+
+def test_missing_file_in_a_missing_folder():
+    assert 'got "no/such/folder.toml", which does not exist' in says(config="no/such/folder.toml")
+
+
+def test_folder_instead_of_a_file():
+    assert "--job.config_file must be a TOML file" in says(config="train_configs")
+
+
+@pytest.mark.parametrize("text", ["[training\nsteps = 1", "steps = ", "[a]\nb = 1\nb = 2", "steps 3"])
+def test_broken_toml(text, tmp_path):
+    path = tmp_path / "broken.toml"
+    path.write_text(text)
+    said = says(config=path)
+    assert f"{path} must be valid TOML" in said
+    assert re.search(r"\(at (line \d|end of document)", said)
+
+
+def test_file_that_is_no_text(tmp_path):
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "--job.config_file must be readable" in says(config=path)
+
+
+def test_arguments_override_the_toml():
+    job = check(
+        "--training.steps", "7", "--optimizer.lr=0.5", "--metrics.no-enable-wandb", "--uniep.backend", "reference"
+    )
+    assert (job.training.steps, job.optimizer.lr, job.metrics.enable_wandb) == (7, 0.5, False)
+    assert job.uniep.backend == "reference"
+
+
+def test_our_modules_stay_when_the_toml_names_them(edited):
+    path = edited("[model]", '[experimental]\ncustom_import = "recipes.families"\n\n[model]')
+    assert check(config=path).experimental.custom_import == "recipes.families"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "expected"),
+    [
+        # E not divisible by EP.
+        (["--parallelism.expert_parallel_degree=3"], 3, ["expert_parallel_degree must divide the 8 experts", "got 3"]),
+        (
+            ["--parallelism.expert_parallel_degree=16"],
+            16,
+            ["expert_parallel_degree must divide the 8 experts", "got 16"],
+        ),
+        (
+            ["--model.flavor=30B-A3B", "--parallelism.expert_parallel_degree=6"],
+            6,
+            ['must divide the 128 experts of [model] flavor = "30B-A3B"', "got 6"],
+        ),
+        # EP not dividing the ranks.
+        (
+            ["--parallelism.expert_parallel_degree=4"],
+            2,
+            ["expert_parallel_degree must divide the ranks", "= 2", "got 4"],
+        ),
+        (
+            ["--parallelism.expert_parallel_degree=4"],
+            6,
+            ["expert_parallel_degree must divide the ranks", "= 6", "got 4"],
+        ),
+        (
+            ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.expert_parallel_degree=4"],
+            4,
+            ["expert_parallel_degree must divide the ranks that share a replica = 2 (of 4", "got 4"],
+        ),
+        # Degrees that are none.
+        (["--parallelism.expert_parallel_degree=0"], 2, ["expert_parallel_degree must be at least 1, got 0"]),
+        (["--parallelism.tensor_parallel_degree=-1"], 2, ["tensor_parallel_degree must be at least 1, got -1"]),
+        (["--parallelism.data_parallel_shard_degree=0"], 2, ["data_parallel_shard_degree must be at least 1, got 0"]),
+        # Degrees that do not multiply to the ranks.
+        (["--parallelism.data_parallel_shard_degree=3"], 4, ["number of ranks = 4", "got 3"]),
+        (["--parallelism.tensor_parallel_degree=4"], 2, ["number of ranks = 2", "got 4"]),
+        # TP with EP.
+        (["--parallelism.tensor_parallel_degree=2"], 4, ["tensor_parallel_degree must be 1", "got 2", "reference"]),
+    ],
+)
+def test_parallel_degrees(overrides, num_ranks, expected):
+    text = says(*overrides, num_ranks=num_ranks)
+    assert text.startswith("[parallelism] ")
+    for part in expected:
+        assert part in text
+
+
+def test_sequence_that_tensor_parallel_ranks_cannot_share():
+    text = says("--training.seq_len=127", "--parallelism.tensor_parallel_degree=2", num_ranks=4)
+    assert "[training] seq_len must be divisible by" in text
+    assert "got 127" in text
+
+
+def test_expert_tensor_parallel_without_tensor_parallel():
+    """TorchTitan asserts it only when it builds its meshes."""
+    text = says("--parallelism.expert_tensor_parallel_degree=2", num_ranks=4)
+    assert "[parallelism] expert_tensor_parallel_degree must be" in text
+    assert "got 2" in text
+
+
+@pytest.mark.parametrize("key", ["seq_len", "local_batch_size", "steps"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_counts_of_training(key, value):
+    assert f"[training] {key} must be at least 1, got {value}" in says(f"--training.{key}={value}")
+
+
+def test_global_batch_that_is_no_multiple():
+    text = says("--training.global_batch_size=24", "--training.local_batch_size=8")
+    assert "[training] global_batch_size must be a multiple of" in text
+    assert "8 * 2, got 24" in text
+    check("--training.global_batch_size=32", "--training.local_batch_size=8")
+
+
+def test_global_batch_of_none():
+    """-1 stands for one microbatch a step; 0 is what TorchTitan asserts against when the model stands."""
+    text = says("--training.global_batch_size=0")
+    assert "[training] global_batch_size must be" in text
+    assert "got 0" in text
+
+
+def test_model_that_is_not_ours():
+    text = says("--model.name=qwen")
+    assert '[model] name must be one of qwen3, deepseek_v3, got "qwen"; did you mean qwen3?' in text
+
+
+def test_flavor_that_is_none():
+    text = says("--model.flavor=30B-A3")
+    assert '[model] flavor must be one of debugmodel_moe, 30B-A3B, 235B-A22B, cpu for name = "qwen3"' in text
+    assert 'got "30B-A3"; did you mean 30B-A3B?' in text
+
+
+def test_flavor_without_experts():
+    assert "[model] flavor must be one of" in says("--model.flavor=0.6B")
+
+
+@pytest.mark.parametrize("n_layers", [0, 3, -1])
+def test_layers_that_the_flavor_lacks(n_layers):
+    assert f'[model] n_layers must be 1 to 2 for flavor "cpu", got {n_layers}' in says(f"--model.n_layers={n_layers}")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "train_configs", "train_configs/qwen3_cpu.toml"])
+def test_folder_without_a_tokenizer(path):
+    text = says(f"--model.hf_assets_path={path}")
+    assert "[model] hf_assets_path must be a folder with a tokenizer" in text
+    assert f'got "{path}"' in text
+
+
+@pytest.mark.parametrize("backend", ["torchtitan", "uniep"])
+def test_backend_that_this_machine_cannot_run(backend, monkeypatch):
+    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: False)
+    text = says(f"--uniep.backend={backend}")
+    assert '[uniep] backend must be "auto" or "reference"' in text
+    assert f'got "{backend}"' in text
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_backend_that_this_machine_runs(backend, monkeypatch):
+    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: False)
+    check(f"--uniep.backend={backend}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--training.dataset=stdlb"], ["[training] dataset must be one of", "stdlib", 'got "stdlb"']),
+        (["--training.dataset=local"], ['[training] dataset_path must name text files for dataset = "local"']),
+        (
+            ["--training.dataset=local", "--training.dataset_path=/no/such"],
+            ["[training] dataset_path", 'got "/no/such"'],
+        ),
+    ],
+)
+def test_data_that_is_not_there(overrides, expected):
+    text = says(*overrides)
+    for part in expected:
+        assert part in text
+
+
+def test_data_without_text(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n\n")
+    text = says("--training.dataset=local", f"--training.dataset_path={tmp_path}/empty.txt")
+    assert "[training] dataset_path must hold text" in text
+    assert f"{tmp_path}/empty.txt" in text
+
+
+def test_misspelt_dataset_names_the_nearest():
+    assert "did you mean stdlib?" in says("--training.dataset=stdlb")

@@ -1,0 +1,390 @@
+"""Real training runs on CPUs, of the small configs with few steps."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.processes import run_ranks
+from tests.recipe.runs import ROOT, SHRINK, TOKENIZER, bits, read_run, read_steps, train
+from tests.recipe.wandb_file import read_history, read_run_ids
+from tools import compare_runs
+from uniep.reference import reference_moe
+
+# torch's own settings of threads and a key of wandb must not leak in from outside.
+_DROPPED = ("WANDB_MODE", "WANDB_API_KEY", "WANDB_RUN_ID", "CONFIG_FILE", "NNODES", "OMP_NUM_THREADS")
+
+
+def launch(folder: Path, *overrides: str, num_ranks: int = 2, **env: str) -> subprocess.CompletedProcess[str]:
+    """`./run_train.sh` behind its setup."""
+    command = [sys.executable, "-m", "recipes.launch", f"--job.dump_folder={folder}", *SHRINK, *overrides]
+    kept = {name: value for name, value in os.environ.items() if name not in _DROPPED}
+    # No login of this machine's user either.
+    kept |= {"NGPU": str(num_ranks), "HOME": str(folder.parent), "NETRC": str(folder.parent / "netrc"), **env}
+    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> tuple[Path, str]:
+    """A run by the launcher with the default config and wandb: its folder and its output."""
+    folder = tmp_path_factory.mktemp("launched") / "run"
+    done = launch(folder, "--training.steps=5")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    """8 steps in one go."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    train(folder, "--training.steps=8", "--lr_scheduler.total_steps=8")
+    return folder
+
+
+def test_the_same_config_gives_the_same_bits(launched, tmp_path, capsys):
+    folder, _ = launched
+    again = tmp_path / "again"
+    done = launch(again, "--training.steps=5", "--metrics.no-enable-wandb")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert not (again / "wandb").exists()
+    assert compare_runs.main([str(folder), str(again)]) == 0
+    assert "identical: 5 steps" in capsys.readouterr().out
+
+
+def test_another_seed_gives_other_bits(uninterrupted, tmp_path, capsys):
+    """The comparison can fail."""
+    train(tmp_path / "seed", "--training.steps=2", "--lr_scheduler.total_steps=8", "--debug.seed=43")
+    assert compare_runs.main([str(uninterrupted), str(tmp_path / "seed"), "--force"]) == 1
+    assert "first at step 1" in capsys.readouterr().out
+
+
+def test_run_json_says_what_ran(launched):
+    folder, _ = launched
+    run = read_run(folder)
+    assert run["backend"] == {"requested": "auto", "ran": "reference"}
+    assert run["devices"]["world_size"] == 2
+    assert run["config"]["training"]["steps"] == 5
+    assert run["config"]["uniep"]["backend"] == "auto"
+    assert run["versions"]["torch"] == torch.__version__
+    assert len(run["data"]["sha256"]) == len(run["data"]["tokenizer_sha256"]) == 64
+
+
+def test_every_step_is_recorded(launched):
+    steps = read_steps(launched[0])
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
+    for step in steps:
+        assert float.fromhex(step["loss_hex"]) == step["loss"]
+        assert float.fromhex(step["grad_norm_hex"]) == step["grad_norm"]
+        assert step["tokens_seen"] == step["step"] * 2 * 2 * 64
+        assert step["tokens_per_second"] * step["step_time_s"] == pytest.approx(2 * 2 * 64)
+        assert step["tokens_per_day"] == step["tokens_per_second"] * 86400
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_the_console_says_tokens_per_day(launched):
+    _, output = launched
+    lines = [line for line in output.splitlines() if "tokens/day" in line]
+    assert len(lines) == 3, output  # steps 1, 2 and 4
+    assert "MFU is left out" in output
+    assert "mfu:" not in output
+    assert 'MoE backend: "reference"' in output
+
+
+def test_wandb_runs_offline_and_holds_tokens_per_day(launched):
+    folder, output = launched
+    assert "wandb has no API key: the run is recorded offline" in output
+    (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
+    history = read_history(file)
+    assert [row["step"] for row in history] == [1, 2, 4]
+    by_step = {step["step"]: step for step in read_steps(folder)}
+    for row in history:
+        assert row["throughput/tokens_per_day"] == row["throughput/tokens_per_second"] * 86400
+        assert row["loss_metrics/global_avg_loss"] == by_step[row["step"]]["loss"]
+        assert row["throughput/tokens_seen"] == by_step[row["step"]]["tokens_seen"]
+        assert "throughput/mfu(%)" not in row
+    assert history[0]["throughput/tokens_per_day"] == pytest.approx(by_step[1]["tokens_per_day"])
+    assert read_run_ids(file)[0] == read_run(folder)["run_id"]
+
+
+def test_resumed_equals_uninterrupted(uninterrupted, tmp_path, capsys):
+    """Checkpoint at step 3, records to step 5, and then again: as after a crash in step 6."""
+    folder = tmp_path / "resumed"
+    checkpoints = ("--checkpoint.enable", "--checkpoint.interval=3", "--lr_scheduler.total_steps=8")
+    first = train(folder, "--training.steps=5", *checkpoints)
+    assert [step["step"] for step in first] == [1, 2, 3, 4, 5]
+    run_id = read_run(folder)["run_id"]
+    shutil.rmtree(folder / "checkpoint" / "step-5")
+
+    steps = train(folder, "--training.steps=8", *checkpoints)
+    assert bits(steps) == bits(read_steps(uninterrupted))
+    assert steps[:3] == first[:3]
+    assert [step["tokens_seen"] for step in steps] == [256 * step["step"] for step in steps]
+    assert compare_runs.main([str(uninterrupted), str(folder)]) == 0, capsys.readouterr().out
+    run = read_run(folder)
+    assert (run["run_id"], run["restarts"]) == (run_id, 1)
+
+
+def test_a_new_run_keeps_older_records_aside(tmp_path):
+    first = train(tmp_path / "run", "--training.steps=3")
+    train(tmp_path / "run", "--training.steps=2")
+    assert [step["step"] for step in read_steps(tmp_path / "run")] == [1, 2]
+    kept = (tmp_path / "run" / "metrics.1.jsonl").read_text().splitlines()
+    assert len(kept) == len(first)
+
+
+def test_deepseek_v3_trains(tmp_path):
+    steps = train(tmp_path / "run", "--training.steps=6", config="deepseek_v3_cpu")
+    assert len(steps) == 6
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert read_run(tmp_path / "run")["backend"]["ran"] == "reference"
+
+
+def test_bf16_trains(tmp_path):
+    steps = train(tmp_path / "run", "--training.steps=4", "--training.mixed_precision_param=bfloat16")
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_n_layers_cuts_the_model(tmp_path):
+    train(tmp_path / "run", "--training.steps=1", "--model.n_layers=1")
+    log = (tmp_path / "run.logs" / "rank0.log").read_text()
+    assert '"n_layers": 1' in log
+
+
+def test_local_text_trains(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (text / name).write_text("\n".join(f"{name} line {i}: the quick brown fox" for i in range(400)))
+    local = ("--training.dataset=local", f"--training.dataset_path={text}")
+    train(tmp_path / "run", "--training.steps=3", *local)
+    assert read_run(tmp_path / "run")["data"]["sha256_of"] == "contents"
+    assert len(read_steps(tmp_path / "run")) == 3
+
+
+# [activation_checkpoint] mode and selective_ac_option.
+RECOMPUTING = [("selective", "2"), ("selective", "op"), ("full", "2")]
+
+
+def train_in_bf16(folder: Path, config: str, mode: str, option: str) -> list[tuple[int, str, str]]:
+    steps = train(
+        folder,
+        "--training.steps=3",
+        "--training.mixed_precision_param=bfloat16",
+        f"--activation_checkpoint.mode={mode}",
+        f"--activation_checkpoint.selective_ac_option={option}",
+        config=config,
+    )
+    return bits(steps)
+
+
+@pytest.fixture(scope="module", params=["qwen3_cpu", "deepseek_v3_cpu"])
+def config_and_bits(request, tmp_path_factory) -> tuple[str, list[tuple[int, str, str]]]:
+    """A config, and what it trains without activation checkpointing."""
+    folder = tmp_path_factory.mktemp("none") / "run"
+    return request.param, train_in_bf16(folder, request.param, "none", "2")
+
+
+@pytest.mark.parametrize(("mode", "option"), RECOMPUTING)
+def test_activation_checkpointing_keeps_the_bits(config_and_bits, mode, option, tmp_path):
+    config, expected = config_and_bits
+    assert train_in_bf16(tmp_path / "run", config, mode, option) == expected
+
+
+def one_step(config: str, mode: str, option: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """One step of 2 ranks in bf16, with a router between whose logits are ties and near ties.
+
+    Returns the tokens per expert of each MoE layer, halved under recomputation as TorchTitan's balancing hook does it
+    (DeepSeek-V3 has the hook, and there they are what the hook takes), and all gradients.
+    """
+    import recipes  # noqa: F401, I001  prepares the platform
+    from torch.distributed.tensor import DTensor
+    from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+    from torchtitan.distributed import ParallelDims
+
+    from recipes.families import FAMILIES
+    from recipes.load import load_config
+
+    job = load_config(
+        [
+            f"--job.config_file={ROOT}/train_configs/{config}.toml",
+            f"--model.hf_assets_path={TOKENIZER}",
+            "--training.mixed_precision_param=bfloat16",
+            f"--activation_checkpoint.mode={mode}",
+            f"--activation_checkpoint.selective_ac_option={option}",
+        ]
+    )
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=2, etp=1, world_size=2)
+    spec = FAMILIES[job.model.name]
+    model_args: Any = spec.model_args["cpu"]
+    model_args.update_from_config(job)
+    with torch.device("meta"):
+        model: Any = spec.model_cls(model_args)
+    model = spec.parallelize_fn(model, dims, job)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights()
+        for block in model.layers.values():
+            if block.moe_enabled:
+                gate = block.moe.router.gate.weight
+                rows = gate.full_tensor() if isinstance(gate, DTensor) else gate
+                # Experts in pairs, the second of each a bf16 rounding away or equal.
+                tied = rows[::2].repeat_interleave(2, 0)
+                tied[1::4] *= 1 + 2.0**-9
+                shard = tied.chunk(2)[rank] if isinstance(gate, DTensor) else tied
+                (gate.to_local() if isinstance(gate, DTensor) else gate).copy_(shard)
+    optimizers = spec.build_optimizers_fn([model], job.optimizer, dims)
+
+    torch.manual_seed(1 + rank)
+    tokens = torch.randint(0, 2048, (2, 65))
+    logits = model(tokens[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        grad = parameter.grad
+        grads[name.replace("_checkpoint_wrapped_module.", "")] = (
+            grad.full_tensor() if isinstance(grad, DTensor) else grad
+        )
+
+    blocks = [block for block in model.layers.values() if block.moe_enabled]
+    counts = [block.moe.tokens_per_expert // (2 if hasattr(block, "checkpoint_impl") else 1) for block in blocks]
+    if spec.build_optimizers_fn is build_optimizers_with_moe_load_balancing:
+        hooked: list[Tensor] = []
+        stock_vstack = torch.vstack
+
+        def vstack(tensors: list[Tensor]) -> Tensor:
+            hooked.extend(tensor.clone() for tensor in tensors)
+            return stock_vstack(tensors)
+
+        torch.vstack = vstack  # type: ignore[assignment]
+        optimizers.step()
+        assert all(torch.equal(a, b) for a, b in zip(counts, hooked, strict=True))
+        assert all(not block.moe.tokens_per_expert.any() for block in blocks)
+    dist.destroy_process_group()
+    return counts, grads
+
+
+@pytest.fixture(scope="module", params=["qwen3_cpu", "deepseek_v3_cpu"])
+def config_and_step(request) -> tuple[str, list[tuple[list[Tensor], dict[str, Tensor]]]]:
+    """A config, and each rank's step without activation checkpointing."""
+    return request.param, run_ranks(one_step, request.param, "none", "2", num_ranks=2)
+
+
+def test_counts_are_tokens_times_top_k(config_and_step):
+    _, ranks = config_and_step
+    for counts, _ in ranks:
+        assert len(counts) == 2
+        assert all(layer.sum() == 2 * 64 * 2 for layer in counts)
+
+
+@pytest.mark.parametrize(("mode", "option"), RECOMPUTING)
+def test_recomputing_counts_and_routes_as_the_first_time(config_and_step, mode, option):
+    """The counts after TorchTitan's correction are the same in every mode, and ties go the same way again."""
+    config, expected = config_and_step
+    found = run_ranks(one_step, config, mode, option, num_ranks=2)
+    for (counts, grads), (right_counts, right_grads) in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(counts, right_counts, strict=True))
+        assert grads.keys() == right_grads.keys()
+        for name, grad in grads.items():
+            assert torch.equal(grad, right_grads[name]), name
+
+
+def test_accumulated_steps_equal_whole_ones(tmp_path):
+    whole = train(tmp_path / "whole", "--training.steps=4", "--training.local_batch_size=4")
+    accumulated = train(
+        tmp_path / "accumulated",
+        "--training.steps=4",
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=8",
+    )
+    assert "gradient accumulation steps 4" in (tmp_path / "accumulated.logs" / "rank0.log").read_text()
+    for a, b in zip(whole, accumulated, strict=True):
+        assert b["tokens_seen"] == a["tokens_seen"] == a["step"] * 8 * 64
+        assert b["tokens_per_second"] * b["step_time_s"] == pytest.approx(8 * 64)
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("config", ["qwen3_cpu", "deepseek_v3_cpu"])
+def test_expert_parallel_degrees_agree(config, tmp_path):
+    """EP = 1, 2 and 4 over the same 4 ranks, batches and first weights."""
+    train(
+        tmp_path / "seed",
+        "--checkpoint.enable",
+        "--checkpoint.create_seed_checkpoint",
+        "--parallelism.expert_parallel_degree=1",
+        config=config,
+        num_ranks=1,
+    )
+    runs = {
+        degree: train(
+            tmp_path / f"ep{degree}",
+            "--training.steps=2",
+            "--training.local_batch_size=1",
+            "--checkpoint.enable",
+            "--checkpoint.interval=100",
+            "--checkpoint.load_only",
+            f"--checkpoint.initial_load_path={tmp_path}/seed/checkpoint/step-0",
+            f"--parallelism.expert_parallel_degree={degree}",
+            config=config,
+            num_ranks=4,
+        )
+        for degree in (1, 2, 4)
+    }
+    for degree in (2, 4):
+        for a, b in zip(runs[1], runs[degree], strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-5), degree
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4), degree
+
+
+def dtypes_inside_fsdp() -> dict[str, torch.dtype]:
+    """What RoutedExperts hands to its backend when FSDP2 casts a module's arguments to bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torchtitan.models.moe.moe import GroupedExperts
+
+    from recipes.backend import RoutedBackend
+    from recipes.experts import RoutedExperts, Routing
+
+    dist.init_process_group("gloo")
+    seen = {}
+
+    def spy(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, w1: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.update(x=x_TD.dtype, scores=scores_TK.dtype, expert_ids=expert_ids_TK.dtype, w1=w1.dtype)
+        return reference_moe(x_TD, scores_TK, expert_ids_TK, w1, *args, group=None, **kwargs)
+
+    stock = GroupedExperts(dim=16, hidden_dim=8, num_experts=4, use_grouped_mm=True)
+    with torch.no_grad():
+        stock.init_weights(0.02)
+    module = RoutedExperts(stock, RoutedBackend("spy", spy), score_before_experts=False, ep_mesh=None)
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    scores_TK = torch.rand(6, 2, requires_grad=True)
+    expert_ids_TK = torch.rand(6, 4).argsort(1)[:, :2]
+    out_TD = module(torch.randn(6, 16), Routing(scores_TK, expert_ids_TK))
+    out_TD.float().sum().backward()
+    assert scores_TK.grad is not None
+    seen.update(out=out_TD.dtype, grad_scores=scores_TK.grad.dtype)
+    dist.destroy_process_group()
+    return seen
+
+
+def test_fsdp_leaves_the_scores_in_fp32():
+    (seen,) = run_ranks(dtypes_inside_fsdp, num_ranks=1)
+    assert seen == {
+        "x": torch.bfloat16,
+        "scores": torch.float32,
+        "expert_ids": torch.int64,
+        "w1": torch.bfloat16,
+        "out": torch.bfloat16,
+        "grad_scores": torch.float32,
+    }
