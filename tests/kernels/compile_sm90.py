@@ -1,11 +1,9 @@
-"""Compiles every kernel for Hopper as its launcher would launch it, on a machine without a GPU, and prints what it
-costs.
+"""Compiles every kernel for Hopper as its launcher would launch it, without a GPU, and prints what it costs.
 
     PYTHONPATH=. python tests/kernels/compile_sm90.py
 
 One JSON line a kernel: registers a thread, bytes of spills, bytes of shared memory, whether wgmma and TMA are used.
-    Run it
-without TRITON_INTERPRET: tests/kernels/test_compile_sm90.py does so.
+Run it without TRITON_INTERPRET: tests/kernels/test_compile_sm90.py does so.
 """
 
 import importlib

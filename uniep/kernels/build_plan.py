@@ -1,8 +1,7 @@
 """The RoutingPlan on the device: three kernels, a stable counting sort by expert over the gathered ids.
 
 1. count: how many ids of each expert a block of BLOCK ids holds. Blocks never straddle two ranks.
-2. scan: for each expert, the running sum over blocks; the last program turns the totals into offsets of experts and
-tiles.
+2. scan: for each expert, the running sum over blocks; the last program makes offsets of experts and tiles of it.
 3. scatter: each id's place is its expert's offset + its block's running sum + its rank within the block.
 
 The rows that a rank receives are sorted among the ids of all ranks, for its own L experts; the rows that it sends
@@ -10,8 +9,7 @@ among its own ids, for the E experts. Both sorts share the kernels. Nothing is r
 
 Worked example (that of uniep.plan.token_map, rank 0, BLOCK=2): the ids lie in blocks (0 3)(2 3)(2 1) | (1 3)(0 2)(0 1).
 Expert 0 counts 1 0 0 0 1 1 and its running sum is 0 1 1 1 1 2; expert 1 counts 0 0 1 1 0 1. The totals 3 and 3 give
-expert_offsets 0 3 6. The id 1 in the last block is that block's first of expert 1, whose running sum there is 2: row
-3+2+0.
+expert_offsets 0 3 6. The id 1 in the last block is its first of expert 1, whose running sum there is 2: row 3+2+0.
 """
 
 import torch
@@ -309,9 +307,10 @@ def launch_build_plan(
 
     ids_offset_bytes = heap.offset_bytes("expert_ids")
     blocks = {"NUM_SLOTS": num_slots, "BLOCKS_OF_RANK": blocks_of_rank, "NUM_BLOCKS": num_blocks}
+    # One bin more than experts, for ids that do not count, and no fewer than the lanes of a warp.
     bins = {
-        "BINS_L": triton.next_power_of_2(num_local + 1),
-        "BINS_E": triton.next_power_of_2(num_experts + 1),
+        "BINS_L": max(triton.next_power_of_2(num_local + 1), 32),
+        "BINS_E": max(triton.next_power_of_2(num_experts + 1), 32),
     }
     _count_kernel[(num_blocks,)](
         heap.peers_W,

@@ -1,5 +1,4 @@
-"""Dispatch + up GEMM: tokens go to the ranks of their experts while g, u = x w1^T, x w3^T and h = silu(g) u already
-run."""
+"""Dispatch + up GEMM: tokens go to their experts' ranks while g, u = x w1^T, x w3^T and h = silu(g) u already run."""
 
 from dataclasses import dataclass
 
@@ -83,12 +82,11 @@ def _dispatch_gemm_kernel(
 
     The first NUM_DISPATCH programs to arrive begin with comm, the next NUM_RELAY with relay, the others with comp,
     and each goes on to the later roles when its own has no task left. So the tasks before any wait are held by
-    programs that
-    arrived earlier: one resident program a rank is enough.
+    programs that arrived earlier: one resident program a rank is enough.
 
-    Two ranks, one tile each, three programs: on rank 0 the first arrival sends t1, t2 to rank 1 and sets their flags
-    there; the second waits for the flags of rank 1's t0, t2, fills rows 0..5 of rows_RD, sets input_ready[0]; the third
-    waits for input_ready[0] and computes. Rank 1 does the same at its own pace: only flags connect them.
+    Two ranks, one tile each, three programs: on rank 0 the first arrival sends t1, t2, t0 to rank 1 and sets their
+    flags there; the second waits for the flags of rank 1's t0, t1, t2, fills rows 0..5 of rows_RD, sets input_ready[0];
+    the third waits for input_ready[0] and computes. Rank 1 does the same at its own pace: only flags connect them.
     """
     role = take(counters, ARRIVALS) if DYNAMIC else tl.program_id(0)
     num_tiles = tl.load(tile_offsets + L)

@@ -98,8 +98,7 @@ def _gemm_combine_kernel(
     - reduce waits once for all ranks, that is for comm of every rank, and sums.
 
     All programs but the last NUM_COMBINE to arrive (and always the first) begin with comp, those with comm, and each
-    goes
-    on to the later roles when its own has no task left: one resident program a rank is enough.
+    goes on to the later roles when its own has no task left: one resident program a rank is enough.
 
     Two ranks, one tile each, three programs, NUM_COMBINE = 1: on rank 0 the first arrival computes rows 0..5 of y:
     rows 0, 3 (its own t0, t2) into its returned buffer, the others into y_RD; the third waits for that tile, copies
