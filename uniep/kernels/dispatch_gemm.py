@@ -25,7 +25,7 @@ _TOKENS = tl.constexpr(int(What.TOKENS))
 _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
 
-@triton.jit(do_not_specialize=["rank", "epoch", "timeout_us"])
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_us", "num_dispatch", "num_relay"])
 def _dispatch_gemm_kernel(
     x_TD,
     rows_RD,
@@ -49,6 +49,8 @@ def _dispatch_gemm_kernel(
     rank,
     epoch,
     timeout_us,
+    num_dispatch,
+    num_relay,
     received_offset_bytes,
     scores_offset_bytes,
     flags_offset_bytes,
@@ -66,8 +68,6 @@ def _dispatch_gemm_kernel(
     SAVE_HALVES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     COPY_PER_EXPERT: tl.constexpr,
-    NUM_DISPATCH: tl.constexpr,
-    NUM_RELAY: tl.constexpr,
     DYNAMIC: tl.constexpr,
     CHUNK: tl.constexpr,
     COPY_ROWS: tl.constexpr,
@@ -80,7 +80,7 @@ def _dispatch_gemm_kernel(
     - relay waits for the flags of a tile's rows, that is for comm of the peers, copies them, and marks the tile ready.
     - comp waits for a tile's mark, that is for relay of this rank, and computes one tile of g, u and h.
 
-    The first NUM_DISPATCH programs to arrive begin with comm, the next NUM_RELAY with relay, the others with comp,
+    The first num_dispatch programs to arrive begin with comm, the next num_relay with relay, the others with comp,
     and each goes on to the later roles when its own has no task left. So the tasks before any wait are held by
     programs that arrived earlier: one resident program a rank is enough.
 
@@ -91,7 +91,7 @@ def _dispatch_gemm_kernel(
     role = take(counters, ARRIVALS) if DYNAMIC else tl.program_id(0)
     num_tiles = tl.load(tile_offsets + L)
 
-    if W > 1 and role < NUM_DISPATCH:
+    if W > 1 and role < num_dispatch:
         num_tasks = num_send_tasks(send_offsets, W, RANKS, CHUNK)
         task = take(counters, FIRST_ROLE)
         while task < num_tasks:
@@ -118,7 +118,7 @@ def _dispatch_gemm_kernel(
             )
             task = take(counters, FIRST_ROLE)
 
-    relays = role < NUM_DISPATCH + NUM_RELAY if DYNAMIC else (role >= NUM_DISPATCH) & (role < NUM_DISPATCH + NUM_RELAY)
+    relays = role < num_dispatch + num_relay if DYNAMIC else (role >= num_dispatch) & (role < num_dispatch + num_relay)
     if relays:
         task = take(counters, SECOND_ROLE)
         while task < num_tiles:
@@ -151,7 +151,7 @@ def _dispatch_gemm_kernel(
             )
             task = take(counters, SECOND_ROLE)
 
-    if DYNAMIC or role >= NUM_DISPATCH + NUM_RELAY:
+    if DYNAMIC or role >= num_dispatch + num_relay:
         num_col_tiles: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
         task = take(counters, THIRD_ROLE)
         while task < num_tiles * num_col_tiles:
@@ -251,6 +251,8 @@ def launch_dispatch_gemm(
         heap.rank,
         epoch,
         heap.timeout_us,
+        config.num_dispatch,
+        config.num_relay,
         heap.offset_bytes("received"),
         heap.offset_bytes("scores"),
         heap.offset_bytes("token_flags"),
@@ -268,8 +270,6 @@ def launch_dispatch_gemm(
         SAVE_HALVES=save_halves,
         SCALE_ROWS=score_before_experts,
         COPY_PER_EXPERT=layout.copy_per_expert,
-        NUM_DISPATCH=config.num_dispatch,
-        NUM_RELAY=config.num_relay,
         DYNAMIC=config.dynamic_roles,
         CHUNK=CHUNK_TOKENS,
         COPY_ROWS=copy_rows,
