@@ -14,6 +14,7 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--score-before-experts", action="store_true")
     parser.add_argument("--copy-per-expert", action="store_true")
     parser.add_argument("--timeout-s", type=float, default=20.0)
+    parser.add_argument("--sweep", action="store_true", help="time the parts with one tunable changed at a time")
     parser.add_argument("--absent-rank", type=int, help="a rank that stays away from the last forward")
     for config in (KernelConfig, TileConfig):
         for item in fields(config):
@@ -94,7 +96,7 @@ def time_parts(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, 
         marks[0].record()
         launch_exchange_routing(ids, scores, heap, epoch=epoch)
         marks[1].record()
-        plan, sizes = launch_build_plan(heap)
+        plan, sizes = launch_build_plan(heap, by_priority=config.by_priority)
         num_rows = sizes.num_rows()
         marks[2].record()
         up = launch_dispatch_gemm(
@@ -141,6 +143,28 @@ def gemms_alone(num_rows_L: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Calla
         torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
 
     return run
+
+
+# Changes of one tunable: of the launch, and of the tiles of both kernels.
+SWEEP: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(({"num_dispatch": number}, {}) for number in (8, 12, 16, 24, 32)),
+    *(({"num_relay": number}, {}) for number in (16, 24, 48, 64, 80)),
+    *(({"num_combine": number}, {}) for number in (12, 16, 24, 32, 40)),
+    *(({"copy_step_elements": number}, {}) for number in (8192, 32768)),
+    *(({}, {"num_stages": number}) for number in (4,)),
+    ({"by_priority": False}, {}),
+    ({"dynamic_roles": False}, {}),
+    ({"staged_combine": False}, {}),
+]
+
+
+def sweep(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, calls: int) -> None:
+    """Prints a JSON line a change, with the medians of its parts on rank 0."""
+    for launch, tile in SWEEP:
+        changed = replace(config, **launch, up=replace(config.up, **tile), down=replace(config.down, **tile))
+        times = time_parts(inputs, heap, changed, calls)
+        if heap.rank == 0:
+            print(json.dumps({"changed": launch | tile} | times), flush=True)
 
 
 def beside_all_gather(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, score: dict[str, bool]) -> int:
@@ -216,6 +240,8 @@ def main() -> None:
             line["unequal_beside_all_gather"] = beside_all_gather(inputs, heap, config, score)
         if rank == 0:
             print(json.dumps(line), flush=True)
+        if arguments.sweep and int(totals) == 0:
+            sweep(inputs, heap, config, arguments.timed_calls)
         if arguments.absent_rank is not None:
             dist.barrier()
             if rank != arguments.absent_rank:
