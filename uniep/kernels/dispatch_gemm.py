@@ -26,7 +26,7 @@ _TOKENS = tl.constexpr(int(What.TOKENS))
 _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
 
-@triton.jit(do_not_specialize=["rank", "epoch", "timeout_us"])
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"])
 def _dispatch_gemm_kernel(
     x_TD,
     rows_RD,
@@ -39,6 +39,7 @@ def _dispatch_gemm_kernel(
     send_rows_N,
     send_offsets,
     row_origin_R,
+    expert_offsets,
     tile_offsets,
     tile_expert,
     tile_first_row,
@@ -50,6 +51,9 @@ def _dispatch_gemm_kernel(
     rank,
     epoch,
     timeout_us,
+    room_rows,
+    num_dispatch,
+    num_relay,
     received_offset_bytes,
     scores_offset_bytes,
     flags_offset_bytes,
@@ -67,8 +71,6 @@ def _dispatch_gemm_kernel(
     SAVE_HALVES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     COPY_PER_EXPERT: tl.constexpr,
-    NUM_DISPATCH: tl.constexpr,
-    NUM_RELAY: tl.constexpr,
     DYNAMIC: tl.constexpr,
     CHUNK: tl.constexpr,
     COPY_ROWS: tl.constexpr,
@@ -81,19 +83,21 @@ def _dispatch_gemm_kernel(
     - relay waits for the flags of a tile's rows, that is for comm of the peers, copies them, and marks the tile ready.
     - comp waits for a tile's mark, that is for relay of this rank, and computes one tile of g, u and h.
 
-    The first NUM_DISPATCH programs to arrive begin with comm, the next NUM_RELAY with relay, the others with comp,
+    The first num_dispatch programs to arrive begin with comm, the next num_relay with relay, the others with comp,
     and each goes on to the later roles when its own has no task left. So the tasks before any wait are held by
-    programs that
-    arrived earlier: one resident program a rank is enough.
+    programs that arrived earlier: one resident program a rank is enough.
+
+    Where more rows come than the buffers have room for, only comm runs: the host sees it and launches again with room.
 
     Two ranks, one tile each, three programs: on rank 0 the first arrival sends t1, t2 to rank 1 and sets their flags
     there; the second waits for the flags of rank 1's t0, t2, fills rows 0..5 of rows_RD, sets input_ready[0]; the third
     waits for input_ready[0] and computes. Rank 1 does the same at its own pace: only flags connect them.
     """
     role = take(counters, ARRIVALS) if DYNAMIC else tl.program_id(0)
-    num_tiles = tl.load(tile_offsets + L)
+    fits = tl.load(expert_offsets + L) <= room_rows
+    num_tiles = tl.where(fits, tl.load(tile_offsets + L), 0)
 
-    if W > 1 and role < NUM_DISPATCH:
+    if W > 1 and role < num_dispatch:
         num_tasks = num_send_tasks(send_offsets, W, RANKS, CHUNK)
         task = take(counters, FIRST_ROLE)
         while task < num_tasks:
@@ -120,7 +124,7 @@ def _dispatch_gemm_kernel(
             )
             task = take(counters, FIRST_ROLE)
 
-    relays = role < NUM_DISPATCH + NUM_RELAY if DYNAMIC else (role >= NUM_DISPATCH) & (role < NUM_DISPATCH + NUM_RELAY)
+    relays = role < num_dispatch + num_relay if DYNAMIC else (role >= num_dispatch) & (role < num_dispatch + num_relay)
     if relays:
         task = take(counters, SECOND_ROLE)
         while task < num_tiles:
@@ -153,7 +157,7 @@ def _dispatch_gemm_kernel(
             )
             task = take(counters, SECOND_ROLE)
 
-    if DYNAMIC or role >= NUM_DISPATCH + NUM_RELAY:
+    if DYNAMIC or role >= num_dispatch + num_relay:
         num_col_tiles: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
         task = take(counters, THIRD_ROLE)
         while task < num_tiles * num_col_tiles:
@@ -207,20 +211,19 @@ def launch_dispatch_gemm(
     heap: SymmetricHeap,
     *,
     config: KernelConfig,
-    num_rows: int,
+    room_rows: int,
     epoch: int,
     score_before_experts: bool,
     save_halves: bool,
 ) -> UpRows:
-    """Runs the kernel; num_rows is R, or any bound on it, and sizes the outputs."""
+    """Runs the kernel with outputs of room_rows rows. If R is more, its tokens are sent and nothing else is done."""
     layout, shape = heap.layout, heap.layout.shape
     dim, hidden_dim = shape.dim, shape.hidden_dim
     tiles = config.up
     block_n = tiles.block_n // 2
-    rows = max(num_rows, 1)
-    x_RD = torch.empty(rows, dim, dtype=torch.bfloat16, device=x_TD.device)
+    x_RD = torch.empty(room_rows, dim, dtype=torch.bfloat16, device=x_TD.device)
     num_outputs = 3 if save_halves else 1
-    outputs = [torch.empty(rows, hidden_dim, dtype=torch.bfloat16, device=x_TD.device) for _ in range(num_outputs)]
+    outputs = [torch.empty(room_rows, hidden_dim, dtype=torch.bfloat16, device=x_TD.device) for _ in range(num_outputs)]
     h_RF, *halves = outputs
     g_RF, u_RF = halves if halves else (None, None)
     w1, w3 = w1_LFD.view(-1, dim), w3_LFD.view(-1, dim)
@@ -242,6 +245,7 @@ def launch_dispatch_gemm(
         plan.send_rows_N,
         plan.send_offsets,
         plan.row_origin_R,
+        plan.expert_offsets,
         plan.tile_offsets,
         plan.tile_expert,
         plan.tile_first_row,
@@ -253,6 +257,9 @@ def launch_dispatch_gemm(
         heap.rank,
         epoch,
         heap.timeout_us,
+        room_rows,
+        config.num_dispatch,
+        config.num_relay,
         heap.offset_bytes("received"),
         heap.offset_bytes("scores"),
         heap.offset_bytes("token_flags"),
@@ -270,8 +277,6 @@ def launch_dispatch_gemm(
         SAVE_HALVES=save_halves,
         SCALE_ROWS=score_before_experts,
         COPY_PER_EXPERT=layout.copy_per_expert,
-        NUM_DISPATCH=config.num_dispatch,
-        NUM_RELAY=config.num_relay,
         DYNAMIC=config.dynamic_roles,
         CHUNK=CHUNK_TOKENS,
         COPY_ROWS=copy_rows,
