@@ -37,7 +37,6 @@ def forward_steps(
     Raises:
         ValueError: an input does not fit the heap's layout, or CUDA_DEVICE_MAX_CONNECTIONS is 1.
         WaitTimeoutError: this forward's exchange or a kernel of an earlier forward gave up a wait.
-        RoomError: an earlier forward had more rows than config.max_rows.
     """
     _check_inputs(x_TD, w1_LFD, w2_LDF, w3_LFD, heap)
     x_TD, scores_TK = x_TD.contiguous(), scores_TK.contiguous()
@@ -45,37 +44,40 @@ def forward_steps(
     epoch = heap.next_epoch()
     launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch)
     yield
-    plan, sizes = launch_build_plan(heap, by_priority=config.by_priority, max_rows=config.max_rows)
+    plan, sizes = launch_build_plan(heap, by_priority=config.by_priority)
     yield
-    if config.max_rows is None:
+    while True:
+        room_rows = heap.room_rows
+        up = launch_dispatch_gemm(
+            x_TD,
+            w1_LFD,
+            w3_LFD,
+            plan,
+            heap,
+            config=config,
+            room_rows=room_rows,
+            epoch=epoch,
+            score_before_experts=score_before_experts,
+            save_halves=False,
+        )
+        yield
+        out_TD = launch_gemm_combine(
+            up.h_RF,
+            w2_LDF,
+            scores_TK,
+            plan,
+            heap,
+            config=config,
+            epoch=epoch,
+            score_before_experts=score_before_experts,
+            reduce_in_kernel=reduces_in_kernel(*x_TD.shape, score_before_experts=score_before_experts),
+        )
+        # The device knew R before the dispatch began, so this waits for no kernel of this forward that takes long.
         num_rows = sizes.num_rows()
-    else:
-        num_rows = min(config.max_rows, heap.layout.max_rows)
-        heap.check_at_next(sizes.num_rows)
-    up = launch_dispatch_gemm(
-        x_TD,
-        w1_LFD,
-        w3_LFD,
-        plan,
-        heap,
-        config=config,
-        num_rows=num_rows,
-        epoch=epoch,
-        score_before_experts=score_before_experts,
-        save_halves=False,
-    )
-    yield
-    return launch_gemm_combine(
-        up.h_RF,
-        w2_LDF,
-        scores_TK,
-        plan,
-        heap,
-        config=config,
-        epoch=epoch,
-        score_before_experts=score_before_experts,
-        reduce_in_kernel=reduces_in_kernel(*x_TD.shape, score_before_experts=score_before_experts),
-    )
+        if num_rows <= room_rows:
+            return out_TD
+        # The rows had no room and neither kernel did more than send tokens: both once more, with room.
+        heap.make_room(num_rows)
 
 
 def fused_forward(*tensors: Tensor, score_before_experts: bool, heap: SymmetricHeap, config: KernelConfig) -> Tensor:

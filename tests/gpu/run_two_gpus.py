@@ -66,20 +66,21 @@ def config_of(arguments: argparse.Namespace, device: torch.device) -> KernelConf
     return replace(config, up=replace(config.up, **tiles), down=replace(config.down, **tiles), **others)
 
 
-def median_ms(run: Callable[[], object], num_calls: int) -> float:
-    """Median of single calls, each started with all ranks idle."""
+def median_ms(run: Callable[[], object], num_samples: int) -> float:
+    """Median of samples of five calls in a row, as the layers of a model follow each other."""
     for _ in range(3):
         run()
     times = []
-    for _ in range(num_calls):
+    for _ in range(num_samples):
         dist.barrier()
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(5):
+            run()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(start.elapsed_time(end) / 5)
     return round(statistics.median(times), 4)
 
 
@@ -106,7 +107,7 @@ def time_parts(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, 
             plan,
             heap,
             config=config,
-            num_rows=num_rows,
+            room_rows=num_rows,
             epoch=epoch,
             score_before_experts=False,
             save_halves=False,

@@ -122,7 +122,7 @@ def capture_launches(
     plan, _ = build_plan.launch_build_plan(heap)
     score = {"score_before_experts": score_before_experts}
     rows = num_tokens * shape.top_k
-    up = launch_dispatch_gemm(x, w1, w3, plan, heap, config=config, num_rows=rows, epoch=1, save_halves=True, **score)
+    up = launch_dispatch_gemm(x, w1, w3, plan, heap, config=config, room_rows=rows, epoch=1, save_halves=True, **score)
     launch_gemm_combine(up.h_RF, w2, scores, plan, heap, config=config, epoch=1, reduce_in_kernel=True, **score)
     return captures
 

@@ -1,6 +1,5 @@
 """What goes wrong ends within the bound and says who."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from uniep.shapes import MoEShape
 from uniep.symmetric.heap import HeapError, SymmetricHeap
 from uniep.symmetric.shared_memory import open_shared_memory
 from uniep.symmetric.virtual_ranks import open_virtual_ranks
-from uniep.symmetric.watch import RoomError, WaitTimeoutError
+from uniep.symmetric.watch import WaitTimeoutError
 
 SHAPE = MoEShape(4, 2, 64, 32, 2)
 LAYOUT = HeapLayout(SHAPE, 6, tile_rows=16)
@@ -37,7 +36,7 @@ def forward_until(heap: SymmetricHeap, last: str) -> None:
         return
     plan, sizes = launch_build_plan(heap)
     common = {"config": CONFIG, "epoch": epoch, "score_before_experts": False}
-    up = launch_dispatch_gemm(BATCH.x[rank], w1, w3, plan, heap, num_rows=sizes.num_rows(), save_halves=False, **common)
+    up = launch_dispatch_gemm(BATCH.x[rank], w1, w3, plan, heap, room_rows=sizes.num_rows(), save_halves=False, **common)
     if last == "dispatch":
         return
     launch_gemm_combine(up.h_RF, w2, BATCH.scores[rank], plan, heap, reduce_in_kernel=True, **common)
@@ -82,17 +81,6 @@ def test_failed_forward_is_reported_by_the_next() -> None:
         return "done"
 
     assert run_ranks(LAYOUT, body, timeout_s=1.0) == ["done", "done"]
-
-
-def test_too_many_rows_are_reported_by_the_next_forward() -> None:
-    shape = MoEShape(4, 2, 64, 32)
-    heap = open_virtual_ranks(HeapLayout(shape, 6, tile_rows=16), device="cpu", timeout_s=1.0)[0]
-    batch = draw_batch(shape, IDS[:1], seed=0, exact=True)
-    arguments = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
-    more = {"score_before_experts": True, "heap": heap}
-    fused_forward(*arguments, config=replace(CONFIG, max_rows=5), **more)
-    with pytest.raises(RoomError, match="rows that the experts of rank 0 receive must be at most max_rows = 5, got 6"):
-        fused_forward(*arguments, config=CONFIG, **more)
 
 
 def test_peer_that_never_opens_is_named(tmp_path: Path) -> None:

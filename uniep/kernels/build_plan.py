@@ -18,14 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from uniep.kernels.memory import region_address
-from uniep.kernels.signals import give_up
 from uniep.kernels.tasks import FINISHED, is_last
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
-from uniep.symmetric.watch import Kernel, What
-
-_KERNEL = tl.constexpr(int(Kernel.BUILD_PLAN))
-_ROOM = tl.constexpr(int(What.ROOM))
 
 # Ids of a program, and those that each of them is compared with at once: the comparison lives in registers.
 _BLOCK = 256
@@ -102,7 +97,7 @@ def _count_kernel(
         tl.store(sent_counts_EB + bins_e * BLOCKS_OF_RANK + block % BLOCKS_OF_RANK, counts, mask=bins_e < E)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit
 def _scan_kernel(
     received_counts_LB,
     sent_counts_EB,
@@ -114,7 +109,6 @@ def _scan_kernel(
     send_offsets,
     sizes,
     watch,
-    max_rows,
     TILE_ROWS: tl.constexpr,
     BLOCKS_OF_RANK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
@@ -124,10 +118,7 @@ def _scan_kernel(
     BINS_E: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """One program an expert: the L counted ones of the received rows, then the E of the sent ones.
-
-    Where the rows have no room the plan has none, so that no kernel writes past the end of a buffer.
-    """
+    """One program an expert: the L counted ones of the received rows, then the E of the sent ones."""
     program = tl.program_id(0)
     if program < L:
         row = received_counts_LB + program * NUM_BLOCKS
@@ -148,10 +139,6 @@ def _scan_kernel(
     if is_last(counters, FINISHED, tl.num_programs(0)):
         bins = tl.arange(0, BINS_L)
         num_rows = tl.load(totals + bins, mask=bins < L, other=0, volatile=True)
-        total_rows = tl.sum(num_rows, 0)
-        if total_rows > max_rows:
-            give_up(watch, _KERNEL, max_rows, _ROOM, total_rows)
-        num_rows = tl.where(total_rows > max_rows, 0, num_rows)
         tl.store(expert_offsets + bins, tl.cumsum(num_rows, 0) - num_rows, mask=bins <= L)
         num_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
         tl.store(tile_offsets + bins, tl.cumsum(num_tiles, 0) - num_tiles, mask=bins <= L)
@@ -160,7 +147,7 @@ def _scan_kernel(
         key_offsets = tl.cumsum(num_sent, 0) - num_sent
         tl.store(sent_key_offsets + bins_e, key_offsets, mask=bins_e <= E)
         tl.store(send_offsets + bins_e // L, key_offsets, mask=(bins_e <= E) & (bins_e % L == 0))
-        tl.store(sizes, total_rows)
+        tl.store(sizes, tl.sum(num_rows, 0))
         tl.store(sizes + 1, tl.load(watch, volatile=True))
         tl.store(counters + FINISHED, 0)
 
@@ -261,13 +248,8 @@ class PendingSizes:
         return num_rows
 
 
-def launch_build_plan(
-    heap: SymmetricHeap, *, by_priority: bool = True, max_rows: int | None = None
-) -> tuple[RoutingPlan, PendingSizes]:
-    """The plan of the heap's rank from the region expert_ids, which launch_exchange_routing has filled.
-
-    More rows than max_rows are an error that PendingSizes raises; None makes room for all that can come.
-    """
+def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple[RoutingPlan, PendingSizes]:
+    """The plan of the heap's rank from the region expert_ids, which launch_exchange_routing has filled."""
     layout, shape = heap.layout, heap.layout.shape
     num_experts, num_local, num_ranks = shape.num_experts, shape.num_local_experts, shape.ep_degree
     num_slots = layout.max_tokens * shape.top_k
@@ -340,7 +322,6 @@ def launch_build_plan(
         plan.send_offsets,
         sizes,
         heap.scoreboard.watch,
-        layout.max_rows if max_rows is None else max_rows,
         TILE_ROWS=layout.tile_rows,
         BLOCKS_OF_RANK=blocks_of_rank,
         NUM_BLOCKS=num_blocks,

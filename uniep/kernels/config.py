@@ -41,8 +41,6 @@ class KernelConfig:
         num_dispatch: N_disp, programs that begin with sending tokens.
         num_relay: N_relay, programs that begin with relaying.
         num_combine: N_comb, programs that begin with returning rows.
-        max_rows: rows to make room for, so that the host need not wait for the device to learn how many there are; more
-            are an error of the next forward. None: the host waits, and makes room for exactly the rows that come.
         copy_step_elements: elements that a program copies at once. 16,384 are eight 16-byte loads in flight a thread at
             8 warps, and a copy waits for memory.
         by_priority: send first what the first experts want (False only for measuring).
@@ -58,7 +56,6 @@ class KernelConfig:
     num_dispatch: int = 20
     num_relay: int = 32
     num_combine: int = 20
-    max_rows: int | None = None
     copy_step_elements: int = 16_384
     by_priority: bool = True
     dynamic_roles: bool = True

@@ -25,7 +25,7 @@ _TOKENS = tl.constexpr(int(What.TOKENS))
 _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
 
-@triton.jit(do_not_specialize=["rank", "epoch", "timeout_us", "num_dispatch", "num_relay"])
+@triton.jit(do_not_specialize=["rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"])
 def _dispatch_gemm_kernel(
     x_TD,
     rows_RD,
@@ -38,6 +38,7 @@ def _dispatch_gemm_kernel(
     send_rows_N,
     send_offsets,
     row_origin_R,
+    expert_offsets,
     tile_offsets,
     tile_expert,
     tile_first_row,
@@ -49,6 +50,7 @@ def _dispatch_gemm_kernel(
     rank,
     epoch,
     timeout_us,
+    room_rows,
     num_dispatch,
     num_relay,
     received_offset_bytes,
@@ -84,12 +86,15 @@ def _dispatch_gemm_kernel(
     and each goes on to the later roles when its own has no task left. So the tasks before any wait are held by
     programs that arrived earlier: one resident program a rank is enough.
 
+    Where more rows come than the buffers have room for, only comm runs: the host sees it and launches again with room.
+
     Two ranks, one tile each, three programs: on rank 0 the first arrival sends t1, t2, t0 to rank 1 and sets their
     flags there; the second waits for the flags of rank 1's t0, t1, t2, fills rows 0..5 of rows_RD, sets input_ready[0];
     the third waits for input_ready[0] and computes. Rank 1 does the same at its own pace: only flags connect them.
     """
     role = take(counters, ARRIVALS) if DYNAMIC else tl.program_id(0)
-    num_tiles = tl.load(tile_offsets + L)
+    fits = tl.load(expert_offsets + L) <= room_rows
+    num_tiles = tl.where(fits, tl.load(tile_offsets + L), 0)
 
     if W > 1 and role < num_dispatch:
         num_tasks = num_send_tasks(send_offsets, W, RANKS, CHUNK)
@@ -205,20 +210,19 @@ def launch_dispatch_gemm(
     heap: SymmetricHeap,
     *,
     config: KernelConfig,
-    num_rows: int,
+    room_rows: int,
     epoch: int,
     score_before_experts: bool,
     save_halves: bool,
 ) -> UpRows:
-    """Runs the kernel; num_rows is R, or any bound on it, and sizes the outputs."""
+    """Runs the kernel with outputs of room_rows rows. If R is more, its tokens are sent and nothing else is done."""
     layout, shape = heap.layout, heap.layout.shape
     dim, hidden_dim = shape.dim, shape.hidden_dim
     tiles = config.up
     block_n = tiles.block_n // 2
-    rows = max(num_rows, 1)
-    x_RD = torch.empty(rows, dim, dtype=torch.bfloat16, device=x_TD.device)
+    x_RD = torch.empty(room_rows, dim, dtype=torch.bfloat16, device=x_TD.device)
     num_outputs = 3 if save_halves else 1
-    outputs = [torch.empty(rows, hidden_dim, dtype=torch.bfloat16, device=x_TD.device) for _ in range(num_outputs)]
+    outputs = [torch.empty(room_rows, hidden_dim, dtype=torch.bfloat16, device=x_TD.device) for _ in range(num_outputs)]
     h_RF, *halves = outputs
     g_RF, u_RF = halves if halves else (None, None)
     w1, w3 = w1_LFD.view(-1, dim), w3_LFD.view(-1, dim)
@@ -240,6 +244,7 @@ def launch_dispatch_gemm(
         plan.send_rows_N,
         plan.send_offsets,
         plan.row_origin_R,
+        plan.expert_offsets,
         plan.tile_offsets,
         plan.tile_expert,
         plan.tile_first_row,
@@ -251,6 +256,7 @@ def launch_dispatch_gemm(
         heap.rank,
         epoch,
         heap.timeout_us,
+        room_rows,
         config.num_dispatch,
         config.num_relay,
         heap.offset_bytes("received"),

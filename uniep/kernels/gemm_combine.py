@@ -43,7 +43,7 @@ _REDUCE_TASK_TOKENS = 8
 _REDUCE_STEP_ELEMENTS = 2048
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "epoch", "timeout_us", "num_combine"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "epoch", "timeout_us", "room_rows", "num_combine"])
 def _gemm_combine_kernel(
     h,
     w2,
@@ -51,6 +51,7 @@ def _gemm_combine_kernel(
     scores_TK,
     out_TD,
     row_origin_R,
+    expert_offsets,
     tile_offsets,
     tile_expert,
     tile_first_row,
@@ -63,6 +64,7 @@ def _gemm_combine_kernel(
     num_tokens,
     epoch,
     timeout_us,
+    room_rows,
     num_combine,
     returned_offset_bytes,
     flags_offset_bytes,
@@ -100,6 +102,8 @@ def _gemm_combine_kernel(
     All programs but the last num_combine to arrive (and always the first) begin with comp, those with comm, and each
     goes on to the later roles when its own has no task left: one resident program a rank is enough.
 
+    Where the rows had no room in the dispatch, nothing runs and no rank is told anything: the host launches both again.
+
     Two ranks, one tile each, three programs, num_combine = 1: on rank 0 the first arrival computes rows 0..5 of y:
     rows 0, 3 (its own t0, t2) into its returned buffer, the others into y_RD; the third waits for that tile, copies
     rows 1, 2, 4, 5 into rank 1's returned buffer, and sets returned_flags[0] on both ranks; then all three wait for
@@ -107,7 +111,8 @@ def _gemm_combine_kernel(
     """
     num_programs = tl.num_programs(0)
     role = take(counters, ARRIVALS) if DYNAMIC else tl.program_id(0)
-    num_tiles = tl.load(tile_offsets + L)
+    fits = tl.load(expert_offsets + L) <= room_rows
+    num_tiles = tl.where(fits, tl.load(tile_offsets + L), 0)
     num_col_tiles: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     computes = role < tl.maximum(num_programs - num_combine, 1)
 
@@ -137,7 +142,7 @@ def _gemm_combine_kernel(
 
     if DYNAMIC or not computes:
         # A rank without rows still has one task, so that its peers hear from it.
-        num_tasks = tl.maximum(num_tiles, 1)
+        num_tasks = tl.where(fits, tl.maximum(num_tiles, 1), 0)
         task = take(counters, SECOND_ROLE)
         while task < num_tasks:
             if task < num_tiles:
@@ -173,8 +178,9 @@ def _gemm_combine_kernel(
 
     ranks = tl.arange(0, RANKS)
     flags = region_address(peers_W, rank, flags_offset_bytes).to(tl.pointer_type(tl.int32))
-    wait_flags(flags + ranks, ranks < W, epoch, watch, timeout_us, _KERNEL, 0, _RETURNED_ROWS, ranks, SYSTEM=True)
-    if REDUCE:
+    awaited = (ranks < W) & fits
+    wait_flags(flags + ranks, awaited, epoch, watch, timeout_us, _KERNEL, 0, _RETURNED_ROWS, ranks, SYSTEM=True)
+    if REDUCE and fits:
         task = take(counters, THIRD_ROLE)
         while task * TASK_TOKENS < num_tokens:
             reduce_tokens(
@@ -235,6 +241,7 @@ def launch_gemm_combine(
         scores_TK,
         out_TD,
         plan.row_origin_R,
+        plan.expert_offsets,
         plan.tile_offsets,
         plan.tile_expert,
         plan.tile_first_row,
@@ -247,6 +254,7 @@ def launch_gemm_combine(
         num_tokens,
         epoch,
         heap.timeout_us,
+        len(h_RF),
         config.num_combine,
         heap.offset_bytes("returned"),
         heap.offset_bytes("returned_flags"),

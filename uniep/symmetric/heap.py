@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -75,7 +75,9 @@ class SymmetricHeap:
         self._base_U8 = base_U8
         self._close: Callable[[], None] | None = close
         self._epoch = 0
-        self._check_of_last: Callable[[], Any] | None = None
+        # What balanced routing brings, and a little more.
+        self.room_rows = 0
+        self.make_room(layout.max_tokens * layout.shape.top_k)
 
     @property
     def num_ranks(self) -> int:
@@ -98,18 +100,17 @@ class SymmetricHeap:
         """Starts a forward: the number that its flags will hold."""
         if self._close is None:
             raise HeapError(f"heap of rank {self.rank} must be open, got a closed one")
-        if self._check_of_last is not None:
-            check, self._check_of_last = self._check_of_last, None
-            check()
         self._epoch += 1
         return self._epoch
 
-    def check_at_next(self, check: Callable[[], Any]) -> None:
-        """Has the next forward call check before it starts: what the host did not wait for in this one."""
-        self._check_of_last = check
+    def make_room(self, num_rows: int) -> None:
+        """From now on the outputs of a dispatch have room for this many rows and a sixteenth more, on this rank."""
+        tile_rows = self.layout.tile_rows
+        wanted = -(-(num_rows + num_rows // 16) // tile_rows) * tile_rows
+        self.room_rows = max(min(wanted, self.layout.max_rows), 1)
 
     def check(self) -> None:
-        """Raises WaitTimeoutError or RoomError if a kernel gave up. Waits for the device."""
+        """Raises WaitTimeoutError if a kernel gave up a wait. Waits for the device."""
         raise_if_given_up(self.scoreboard.watch, self.rank, self.timeout_s)
 
     def close(self) -> None:

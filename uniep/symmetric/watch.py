@@ -16,18 +16,16 @@ class Kernel(IntEnum):
     EXCHANGE_ROUTING = 1
     DISPATCH_GEMM = 2
     GEMM_COMBINE = 3
-    BUILD_PLAN = 4
 
 
 class What(IntEnum):
-    """What it waited for, or lacked."""
+    """What it waited for."""
 
     ROUTING = 1
     TOKENS = 2
     INPUT_TILE = 3
     OUTPUT_TILE = 4
     RETURNED_ROWS = 5
-    ROOM = 6
 
 
 _WAITED_FOR = {
@@ -37,10 +35,6 @@ _WAITED_FOR = {
     What.OUTPUT_TILE: "its own GEMM to finish tile {whom}",
     What.RETURNED_ROWS: "the returned rows of rank {whom}",
 }
-
-
-class RoomError(RuntimeError):
-    """A rank's experts receive more rows than the setting max_rows made room for."""
 
 
 class WaitTimeoutError(RuntimeError):
@@ -56,8 +50,6 @@ def raise_if_given_up(watch: Tensor, rank: int, timeout_s: float) -> None:
     # A wait on a peer explains the waits on the rank's own tiles that follow from it.
     own = (What.INPUT_TILE, What.OUTPUT_TILE)
     kernel, task, what, whom = min(records, key=lambda record: record[2] in own)
-    if what == What.ROOM:
-        raise RoomError(f"rows that the experts of rank {rank} receive must be at most max_rows = {task}, got {whom}")
     waited_for = _WAITED_FOR[What(what)].format(whom=whom)
     raise WaitTimeoutError(
         f"rank {rank}: kernel {Kernel(kernel).name.lower()}, task {task}, must see {waited_for} within "

@@ -1,0 +1,224 @@
+"""The weight gradients, interpreted, against products of each expert's rows alone; and their code for Hopper."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from tests.kernels.compile_sm90 import Capture, compile_launch
+from uniep.kernels import wgrad
+from uniep.kernels.wgrad import WgradConfig, launch_wgrad
+from uniep.plan.token_map import plan_ref
+from uniep.shapes import MoEShape, ShapeError
+
+POINTERS = WgradConfig(num_programs=3, block_f=64, block_d=128, use_tma=False)
+TMA = WgradConfig(num_programs=3, block_f=64, block_d=128)
+RAGGED_TMA = WgradConfig(num_programs=3, block_f=64, block_d=128, ragged_tma=True)
+CONFIGS = {"pointers": POINTERS, "tma": TMA, "ragged_tma": RAGGED_TMA}
+MAX_SHARED_BYTES = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of each expert, widths, and rows past R in the buffers."""
+
+    rows: tuple[int, ...]
+    dim: int = 128
+    hidden_dim: int = 64
+    num_spare_rows: int = 40
+
+
+CASES = {
+    "ragged": Case((162, 0, 257, 446, 0, 83)),
+    "one_row": Case((1,)),
+    "one_row_each": Case((1, 1, 1, 1, 1)),
+    "empty_first_and_last": Case((0, 65, 31, 0)),
+    "all_in_one": Case((0, 0, 300, 0)),
+    "no_rows": Case((0, 0)),
+    "whole_steps": Case((32, 64, 96)),
+    "no_spare_rows": Case((33, 31, 32), num_spare_rows=0),
+    "widths_beside_the_tiles": Case((40, 0, 7), dim=200, hidden_dim=88),
+    "widths_below_a_tile": Case((40, 9), dim=40, hidden_dim=24),
+    "many_experts": Case(tuple(i * 7 % 11 for i in range(70)), dim=64, hidden_dim=64),
+}
+
+
+@pytest.fixture
+def _interpreted() -> None:
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("needs TRITON_INTERPRET=1")
+
+
+def offsets_of(rows: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
+
+
+def shape_of(case: Case) -> MoEShape:
+    return MoEShape(len(case.rows), 1, case.dim, case.hidden_dim)
+
+
+def draw_operands(case: Case, *, exact: bool) -> list[Tensor]:
+    """grad_g, grad_u, grad_y, x, h, with NaN in the rows past R. exact: no order of the additions changes a bit."""
+    generator = torch.Generator().manual_seed(sum(case.rows))
+    operands = []
+    for width in (case.hidden_dim, case.hidden_dim, case.dim, case.dim, case.hidden_dim):
+        size = (sum(case.rows), width)
+        values = torch.randint(-4, 5, size, generator=generator) if exact else torch.randn(size, generator=generator)
+        spare = torch.full((case.num_spare_rows, width), float("nan"))
+        operands.append(torch.cat([values, spare]).bfloat16())
+    return operands
+
+
+def wgrad_ref(operands: list[Tensor], expert_offsets: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """grad_w1, grad_w2, grad_w3, computed in dtype."""
+    grad_g_RF, grad_u_RF, grad_y_RD, x_RD, h_RF = (operand.to(dtype) for operand in operands)
+    offsets = expert_offsets.tolist()
+    spans = [slice(*span) for span in zip(offsets[:-1], offsets[1:], strict=True)]
+    pairs = ((grad_g_RF, x_RD), (grad_y_RD, h_RF), (grad_u_RF, x_RD))
+    return [torch.stack([left[span].T @ right[span] for span in spans]) for left, right in pairs]
+
+
+@pytest.fixture
+def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        out = empty(*args, **kwargs)  # type: ignore[call-overload]
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    monkeypatch.setattr(wgrad.torch, "empty", poisoned)
+
+
+@pytest.mark.usefixtures("_interpreted", "_poisoned_outputs")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_exact_sums(case: Case, config: WgradConfig) -> None:
+    operands, expert_offsets = draw_operands(case, exact=True), offsets_of(case.rows)
+    grads = launch_wgrad(*operands, expert_offsets, shape=shape_of(case), config=config)
+    for grad, expected in zip(grads, wgrad_ref(operands, expert_offsets, torch.float32), strict=True):
+        assert torch.equal(grad, expected.bfloat16())
+
+
+@pytest.mark.usefixtures("_interpreted", "_poisoned_outputs")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_random_sums(config: WgradConfig) -> None:
+    case = CASES["ragged"]
+    operands, expert_offsets = draw_operands(case, exact=False), offsets_of(case.rows)
+    grads = launch_wgrad(*operands, expert_offsets, shape=shape_of(case), config=config)
+    for grad, expected in zip(grads, wgrad_ref(operands, expert_offsets, torch.float64), strict=True):
+        # One rounding is half of 2^-7 of the value; fp32 sums that cancel add a little.
+        assert torch.all((grad.double() - expected).abs() <= 2.0**-8 * expected.abs() + 1e-4)
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_infinities_stay_with_their_expert(config: WgradConfig) -> None:
+    case = Case((33, 5, 40), num_spare_rows=0)
+    operands, expert_offsets = draw_operands(case, exact=True), offsets_of(case.rows)
+    clean = launch_wgrad(*operands, expert_offsets, shape=shape_of(case), config=config)
+    for operand in operands:
+        operand[33:38] = float("inf")
+    for grad, expected in zip(
+        launch_wgrad(*operands, expert_offsets, shape=shape_of(case), config=config), clean, strict=True
+    ):
+        assert torch.equal(grad[[0, 2]], expected[[0, 2]])
+        assert torch.isinf(grad[1]).all()
+
+
+@pytest.mark.usefixtures("_interpreted")
+@pytest.mark.parametrize("num_programs", [1, 7])
+@pytest.mark.parametrize("group_f", [1, 3, 16])
+def test_any_order_of_tiles(num_programs: int, group_f: int) -> None:
+    case = Case((5, 0, 70), dim=96, hidden_dim=80)
+    operands, expert_offsets = draw_operands(case, exact=True), offsets_of(case.rows)
+    config = WgradConfig(num_programs, block_f=16, block_d=32, group_f=group_f, use_tma=False)
+    grads = launch_wgrad(*operands, expert_offsets, shape=shape_of(case), config=config)
+    for grad, expected in zip(grads, wgrad_ref(operands, expert_offsets, torch.float32), strict=True):
+        assert torch.equal(grad, expected.bfloat16())
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_takes_a_plan() -> None:
+    shape = MoEShape(4, 2, 64, 32, ep_degree=2)
+    ids_WMK = torch.tensor([[[0, 3], [2, 3], [2, 1]], [[1, 3], [0, 2], [0, 1]]])
+    plan = plan_ref(ids_WMK, 0, shape, tile_rows=128)
+    operands = draw_operands(Case((3, 3), dim=64, hidden_dim=32), exact=True)
+    grads = launch_wgrad(*operands, plan, shape=shape, config=POINTERS)
+    for grad, expected in zip(grads, wgrad_ref(operands, plan.expert_offsets, torch.float32), strict=True):
+        assert torch.equal(grad, expected.bfloat16())
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_empty_buffers_give_zeros() -> None:
+    operands = draw_operands(Case((0, 0), num_spare_rows=0), exact=True)
+    grads = launch_wgrad(*operands, offsets_of((0, 0)), shape=MoEShape(2, 1, 128, 64), config=TMA)
+    assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
+
+
+def test_refuses_what_does_not_fit() -> None:
+    operands, expert_offsets = draw_operands(Case((3, 4)), exact=True), offsets_of((3, 4))
+    shape = MoEShape(2, 1, 128, 64)
+    with pytest.raises(ShapeError, match="grad_g_RF must be contiguous bf16"):
+        launch_wgrad(operands[2], *operands[1:], expert_offsets, shape=shape, config=POINTERS)
+    with pytest.raises(ShapeError, match="h_RF must be contiguous bf16"):
+        launch_wgrad(*operands[:4], operands[4].float(), expert_offsets, shape=shape, config=POINTERS)
+    with pytest.raises(ShapeError, match="expert_offsets must be int32"):
+        launch_wgrad(*operands, expert_offsets.long(), shape=shape, config=POINTERS)
+    with pytest.raises(ShapeError, match="hidden_dim must be a multiple of 8"):
+        launch_wgrad(*operands, expert_offsets, shape=MoEShape(2, 1, 128, 60), config=POINTERS)
+    with pytest.raises(ValueError, match="block_t must be a power of two"):
+        WgradConfig(1, block_t=48)
+    with pytest.raises(ValueError, match="ragged_tma must be False"):
+        WgradConfig(1, use_tma=False, ragged_tma=True)
+
+
+def test_compiles_for_hopper(tmp_path: Path) -> None:
+    """In another process, since this one may be interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, __file__, tmp_path],
+        env=environment | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    for row in map(json.loads, run.stdout.splitlines()):
+        assert row["shared_bytes"] <= MAX_SHARED_BYTES, row
+        assert row["spill_bytes"] == 0, row
+        assert row["narrow_row_copies"] == 0, row
+        assert row["wgmma"] == row["tma"] == (row["arch"] >= 90), row
+
+
+COMPILED = [
+    (MoEShape(128, 8, 2048, 768, 2), WgradConfig(132), 90),
+    (MoEShape(128, 8, 2048, 768, 2), WgradConfig(132, block_t=64), 90),
+    (MoEShape(512, 10, 2048, 512), WgradConfig(132, block_t=64), 90),
+    (MoEShape(64, 6, 2304, 1408, 2), WgradConfig(132, block_t=64, ragged_tma=True), 90),
+    (MoEShape(64, 6, 2048, 1408, 2), WgradConfig(108, block_d=128, num_stages=3, use_tma=False), 80),
+]
+
+
+def main() -> None:
+    """One JSON line a launch: what the kernel costs."""
+    kernel = wgrad._wgrad_kernel
+    for shape, config, arch in COMPILED:
+        capture = Capture(kernel)
+        wgrad._wgrad_kernel = capture
+        rows, dim, hidden_dim = 1000, shape.dim, shape.hidden_dim
+        widths = (hidden_dim, hidden_dim, dim, dim, hidden_dim)
+        operands = [torch.empty(rows, width, dtype=torch.bfloat16, device="meta") for width in widths]
+        expert_offsets = torch.empty(shape.num_local_experts + 1, dtype=torch.int32, device="meta")
+        launch_wgrad(*operands, expert_offsets, shape=shape, config=config)
+        print(json.dumps({"arch": arch, "config": str(config)} | compile_launch(capture, arch)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
