@@ -34,7 +34,7 @@ def test_rows(scores_first: bool, copy_per_expert: bool) -> None:
         plan, sizes = launch_build_plan(heap)
         common = {"config": CONFIG, "epoch": epoch, "score_before_experts": scores_first}
         up = launch_dispatch_gemm(
-            batch.x[rank], w1, w3, plan, heap, num_rows=sizes.num_rows(), save_halves=True, **common
+            batch.x[rank], w1, w3, plan, heap, room_rows=sizes.num_rows(), save_halves=True, **common
         )
         launch_gemm_combine(up.h_RF, w2, batch.scores[rank], plan, heap, reduce_in_kernel=False, **common)
         heap.check()
