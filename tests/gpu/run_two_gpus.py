@@ -85,8 +85,8 @@ def median_ms(run: Callable[[], object], num_samples: int) -> float:
 
 
 def time_parts(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, calls: int) -> dict[str, float]:
-    """Median ms of each launch of a forward on the GPU alone: the host is ahead of it, behind a pause, and makes room for
-    all rows that can come."""
+    """Median ms of each launch of a forward on the GPU alone: a pause lets the host run ahead, the buffers have room
+    for all rows that can come."""
     x, scores, ids, w1, w2, w3 = inputs
     names = ("exchange", "plan", "dispatch_gemm", "gemm_combine")
     times: dict[str, list[float]] = {name: [] for name in names}
