@@ -2,7 +2,6 @@
 
 import difflib
 import math
-import os
 from pathlib import Path
 
 from torchtitan.config import JobConfig
@@ -67,6 +66,17 @@ def _check_training(config: JobConfig) -> None:
     for key in ("seq_len", "local_batch_size", "steps"):
         if getattr(training, key) < 1:
             raise ConfigError(f"[training] {key} must be at least 1, got {getattr(training, key)}")
+    if config.metrics.log_freq < 1:
+        raise ConfigError(f"[metrics] log_freq must be at least 1, got {config.metrics.log_freq}")
+    ac = config.activation_checkpoint
+    if ac.selective_ac_option != "op" and not ac.selective_ac_option.isdigit():
+        raise ConfigError(
+            '[activation_checkpoint] selective_ac_option must be "op" or a whole number, '
+            f'got "{ac.selective_ac_option}"'
+        )
+    loaded = config.checkpoint.initial_load_path
+    if config.checkpoint.enable and loaded and "://" not in loaded and not Path(loaded).is_dir():
+        raise ConfigError(f'[checkpoint] initial_load_path must be a folder, got "{loaded}"')
     divisor = 2 * parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     if training.seq_len % divisor:
         raise ConfigError(
@@ -103,7 +113,12 @@ def _check_parallelism(config: JobConfig, world_size: int) -> None:
     for key, degree in degrees.items():
         if degree < 1 and not (key == "data_parallel_shard_degree" and degree == -1):
             raise ConfigError(f"[parallelism] {key} must be at least 1, got {degree}")
-    ep = degrees["expert_parallel_degree"]
+    ep, etp = degrees["expert_parallel_degree"], degrees["expert_tensor_parallel_degree"]
+    if etp not in (1, degrees["tensor_parallel_degree"]):
+        raise ConfigError(
+            "[parallelism] expert_tensor_parallel_degree must be 1 or tensor_parallel_degree = "
+            f"{degrees['tensor_parallel_degree']}, got {etp}"
+        )
     shard = degrees["data_parallel_shard_degree"]
     others = math.prod(
         degrees[f"{name}_degree"]
@@ -125,16 +140,18 @@ def _check_parallelism(config: JobConfig, world_size: int) -> None:
             f'[model] flavor = "{config.model.flavor}", got {ep}'
         ) from None
     ranks = shard * degrees["context_parallel_degree"] * degrees["tensor_parallel_degree"]
-    if ranks % (ep * degrees["expert_tensor_parallel_degree"]):
+    if ranks % (ep * etp):
         raise ConfigError(
             "[parallelism] expert_parallel_degree must divide the ranks that share a replica = "
             f"{ranks} (of {world_size}, NNODES * NGPU), got {ep}"
         )
     batch_ranks = shard * degrees["data_parallel_replicate_degree"]
     training = config.training
-    if training.global_batch_size > 0 and training.global_batch_size % (training.local_batch_size * batch_ranks):
+    if training.global_batch_size != -1 and (
+        training.global_batch_size < 1 or training.global_batch_size % (training.local_batch_size * batch_ranks)
+    ):
         raise ConfigError(
-            f"[training] global_batch_size must be a multiple of local_batch_size * data-parallel ranks = "
+            f"[training] global_batch_size must be -1 or a multiple of local_batch_size * data-parallel ranks = "
             f"{training.local_batch_size} * {batch_ranks}, got {training.global_batch_size}"
         )
 
@@ -151,11 +168,6 @@ def _check_ours(config: JobConfig, backend: str) -> None:
             f'[parallelism] expert_parallel_comm_backend must be "standard" with [uniep] backend = "{backend}", '
             f'got "{parallelism.expert_parallel_comm_backend}"'
         )
-
-
-def world_size_from_env() -> int:
-    """The ranks that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _near(value: str, valid) -> str:

@@ -3,6 +3,7 @@
 Importing this module adds "stdlib" and "local" to TorchTitan's data sets; its own data loader reads them.
 """
 
+import difflib
 import glob
 import hashlib
 import os
@@ -86,7 +87,11 @@ def check_data(job_config: JobConfig) -> None:
     """Raises DataError where the configured data cannot be found or holds no text. Touches the first texts only."""
     name, path = job_config.training.dataset.lower(), job_config.training.dataset_path
     if name not in DATASETS:
-        raise DataError(f'[training] dataset must be one of {", ".join(sorted(DATASETS))}, got "{name}"')
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        raise DataError(
+            f'[training] dataset must be one of {", ".join(sorted(DATASETS))}, got "{name}"'
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
     if name != LOCAL:
         return
     if not path:
@@ -156,6 +161,9 @@ def _load_local(path: str) -> datasets.Dataset:
 
 
 def _first_texts(files: list[Path], most: int = 1000) -> Iterator[str]:
+    files = [file for file in files if file.stat().st_size]
+    if not files:
+        return
     builder = _BUILDERS[files[0].suffix]
     if builder == "text":
         for file in files[:most]:

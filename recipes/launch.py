@@ -45,7 +45,12 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
     Raises:
         ConfigError: the variables do not describe one run over these nodes. Each node would else train alone.
     """
-    from_slurm = "NNODES" not in env and _int(env, "SLURM_NNODES", 1) > 1
+    if not env.get("NNODES") and _int(env, "SLURM_NNODES", 1) == 1 and _int(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        raise ConfigError(
+            "SLURM must start one task per node (srun --ntasks-per-node=1), "
+            f"got {env['SLURM_STEP_NUM_TASKS']} on 1 node"
+        )
+    from_slurm = not env.get("NNODES") and _int(env, "SLURM_NNODES", 1) > 1
     if from_slurm:
         num_nodes = _int(env, "SLURM_NNODES", 1)
         if (tasks := _int(env, "SLURM_NTASKS", num_nodes)) != num_nodes:
@@ -133,12 +138,13 @@ def _has(args: list[str], key: str) -> bool:
 
 def _first_slurm_host(env: Mapping[str, str]) -> str:
     node_list = env.get("SLURM_JOB_NODELIST", "")
-    if shutil.which("scontrol", path=env.get("PATH")) is None:
+    scontrol = shutil.which("scontrol", path=env.get("PATH"))
+    if scontrol is None:
         raise ConfigError(
             "SLURM's variables are set but scontrol is not found, so the first node is unknown: set MASTER_ADDR, "
             "or NNODES=1 to train on this node alone"
         )
-    hosts = subprocess.run(["scontrol", "show", "hostnames", node_list], capture_output=True, text=True)
+    hosts = subprocess.run([scontrol, "show", "hostnames", node_list], capture_output=True, text=True)
     if hosts.returncode or not hosts.stdout.strip():
         raise ConfigError(f"scontrol must resolve SLURM_JOB_NODELIST, got {node_list!r}: {hosts.stderr.strip()}")
     return hosts.stdout.split()[0]

@@ -45,13 +45,13 @@ def load_config(args: list[str]) -> JobConfig:
     return manager.parse_args(args)
 
 
-def known_keys(config_class: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every (section, ..., key) of a config class."""
+def known_keys(config_class: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every (section, ..., key) of a config class, with its type."""
     for f in fields(config_class):
         if isinstance(f.type, type) and is_dataclass(f.type):
             yield from known_keys(f.type, (*prefix, f.name))
         else:
-            yield (*prefix, f.name)
+            yield (*prefix, f.name), f.type
 
 
 def _config_path(args: list[str]) -> str | None:
@@ -109,16 +109,39 @@ def _nearest(config_class: type, section: tuple[str, ...], key: str) -> str:
 
 
 def _check_arguments(config_class: type, args: list[str]) -> None:
-    valid = {".".join(key) for key in known_keys(config_class)}
-    for arg in args:
+    valid = {".".join(key): kind for key, kind in known_keys(config_class)}
+    for index, arg in enumerate(args):
         if not arg.startswith("--") or arg in ("--", "--help"):
             continue
-        name = arg[2:].split("=")[0].replace("-", "_")
+        name, equals, value = arg[2:].partition("=")
+        name = name.replace("-", "_")
         *section, key = name.split(".")
         positive = ".".join([*section, key.removeprefix("no_")])
         if name not in valid and positive not in valid:
             near = difflib.get_close_matches(name, valid, n=1)
             raise ConfigError(f"--{name} is not a known key" + (f"; did you mean --{near[0]}?" if near else ""))
+        kind = valid.get(name, bool)
+        if not equals and kind is not bool and index + 1 < len(args):
+            value = args[index + 1]
+        if kind is not bool and not _parses(value, kind):
+            raise ConfigError(f"--{name} must be {_describe(kind)}, got {value!r}")
+
+
+def _parses(text: str, expected: Any) -> bool:
+    """Whether text on the command line can be a value of a type."""
+    if expected is int:
+        return text.removeprefix("-").isdigit()
+    if expected is float:
+        try:
+            float(text)
+        except ValueError:
+            return False
+        return True
+    if get_origin(expected) is Literal:
+        return text in get_args(expected)
+    if get_origin(expected) in (Union, UnionType):
+        return any(text == "None" if option is NoneType else _parses(text, option) for option in get_args(expected))
+    return True
 
 
 def _fits(value: Any, expected: Any) -> bool:

@@ -114,7 +114,8 @@ class RecipeMetrics(MetricsProcessor):
             grad_norm=grad_norm,
             loss_hex=float(global_avg_loss).hex(),
             grad_norm_hex=float(grad_norm).hex(),
-            tokens_seen=int(extra.pop("n_tokens_seen", 0)),
+            # The trainer sums over context-parallel ranks too, which read the same tokens.
+            tokens_seen=int(extra.pop("n_tokens_seen", 0)) // self.parallel_dims.cp,
             step_time_s=step_time_s,
             tokens_per_second=tokens_per_second,
             tokens_per_day=tokens_per_second * SECONDS_PER_DAY,
@@ -128,7 +129,8 @@ class RecipeMetrics(MetricsProcessor):
         self._tokens_since_console += tokens
         self._seconds_since_console += step_time_s
         self._rates.append(tokens_per_second)
-        if super().should_log(step):
+        # The first step of a process compiles and warms up: it has a console line of its own.
+        if super().should_log(step) or len(self._rates) == 1:
             self._log_interval(record, global_max_loss, memory, extra)
             self._tokens_since_console, self._seconds_since_console = 0, 0.0
             self.data_loading_times.clear()
@@ -143,7 +145,6 @@ class RecipeMetrics(MetricsProcessor):
 
     def _log_interval(self, record: StepRecord, global_max_loss: float, memory: Any, extra: dict[str, Any]) -> None:
         tokens_per_second = self._tokens_since_console / self._seconds_since_console
-        # The first step compiles and warms up: it is in its own line and in no median.
         median_per_second = statistics.median(self._rates[1:] or self._rates)
         per_device = tokens_per_second / self.parallel_dims.world_size
         metrics: dict[str, Any] = {

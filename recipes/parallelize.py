@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -17,6 +18,11 @@ from torchtitan.tools.logging import logger
 from recipes.backend import RoutedBackend, open_backend, resolve_backend
 from recipes.experts import RoutedExperts, UniEPMoE
 from uniep.shapes import MoEShape
+
+_PROFILER_MARKS = {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 
 ParallelizeFn = Callable[[nn.Module, ParallelDims, JobConfig], nn.Module]
 
@@ -32,6 +38,9 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         backend = resolve_backend(job_config.uniep.backend)
         logger.info(f'MoE backend: "{backend}" ([uniep] backend = "{job_config.uniep.backend}")')
+        # The marks that FSDP2 puts around its hooks are no part of what is recomputed: torch 2.13 counts them, and a
+        # recompute of a block with EP, which gathers the experts' weights once more, has others than the forward.
+        SAC_IGNORED_OPS.update(_PROFILER_MARKS)
         if backend == "torchtitan":
             return stock_parallelize(model, parallel_dims, job_config)
         ep_mesh = parallel_dims.get_optional_mesh("ep")

@@ -56,10 +56,10 @@ class RunRecords:
         """
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        earlier = _read_json(self._folder / RUN_FILE) if may_continue else None
-        self.run_id: str = (earlier or {}).get("run_id") or uuid.uuid4().hex[:12]
-        self.is_continued = earlier is not None
-        self._run = {"run_id": self.run_id, "restarts": earlier.get("restarts", 0) + 1 if earlier else 0} | run
+        self._earlier = _read_json(self._folder / RUN_FILE)
+        continued = self._earlier if may_continue and self._earlier else {}
+        self.run_id: str = continued.get("run_id") or uuid.uuid4().hex[:12]
+        self._run = {"run_id": self.run_id, "restarts": continued.get("restarts", -1) + 1} | run
         self._metrics: TextIO | None = None
         self._write_run()
 
@@ -79,17 +79,18 @@ class RunRecords:
             self._metrics.close()
 
     def _write_run(self) -> None:
-        text = json.dumps(self._run, indent=2, default=str, ensure_ascii=False) + "\n"
         partial = self._folder / (RUN_FILE + ".partial")
-        partial.write_text(text, encoding="utf-8")
+        _write_json(partial, self._run)
         os.replace(partial, self._folder / RUN_FILE)
 
     def _open_metrics(self, first_step: int) -> TextIO:
         path = self._folder / METRICS_FILE
-        if path.exists() and first_step == 1 and not self.is_continued:
-            kept = _free_name(path)
-            path.rename(kept)
-            logger.warning(f"{path} is of an earlier run; it is kept as {kept.name}")
+        if path.exists() and first_step == 1:
+            kept = _free_folder(self._folder)
+            path.rename(kept / METRICS_FILE)
+            if self._earlier is not None:
+                _write_json(kept / RUN_FILE, self._earlier)
+            logger.warning(f"The records in {self._folder} are of an earlier run; they are kept in {kept}")
         elif path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             before = [line for line in lines if _step_of(line) < first_step]
@@ -145,6 +146,10 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, default=str, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def _step_of(line: str) -> float:
     """The step of a line; infinity for one that a crash cut, so that it is dropped."""
     try:
@@ -153,8 +158,9 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
-def _free_name(path: Path) -> Path:
+def _free_folder(folder: Path) -> Path:
     number = 1
-    while (candidate := path.with_suffix(f".{number}{path.suffix}")).exists():
+    while (candidate := folder / f"earlier.{number}").exists():
         number += 1
+    candidate.mkdir()
     return candidate

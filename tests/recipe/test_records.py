@@ -84,8 +84,6 @@ def test_a_restart_replaces_the_steps_behind_its_checkpoint(tmp_path):
     second = write(tmp_path, range(4, 8), may_continue=True, loss=2.0)
     assert steps_and_losses(tmp_path) == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2), (7, 2)]
     assert second.run_id == first.run_id
-    assert not first.is_continued
-    assert second.is_continued
     assert read_run(tmp_path)["restarts"] == 1
     third = write(tmp_path, range(8, 9), may_continue=True)
     assert third.run_id == first.run_id
@@ -110,8 +108,9 @@ def test_a_last_line_that_a_crash_cut_is_dropped(tmp_path, cut):
 def test_a_fresh_run_keeps_older_records_aside(tmp_path):
     ids = {write(tmp_path, range(1, steps + 1), may_continue=False).run_id for steps in (2, 3, 4)}
     assert len(ids) == 3
-    kept = {path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("*.jsonl")}
-    assert kept == {"metrics.1.jsonl": 2, "metrics.2.jsonl": 3, "metrics.jsonl": 4}
+    kept = {path.parent.name: len(path.read_text().splitlines()) for path in tmp_path.rglob("metrics.jsonl")}
+    assert kept == {"earlier.1": 2, "earlier.2": 3, tmp_path.name: 4}
+    assert (tmp_path / "earlier.1" / "run.json").exists()
     assert read_run(tmp_path)["restarts"] == 0
 
 
@@ -120,14 +119,14 @@ def test_a_run_from_the_first_step_never_deletes_older_records(tmp_path):
     write(tmp_path, range(1, 401), may_continue=False, loss=1.0)
     write(tmp_path, range(1, 3), may_continue=True, loss=2.0)
     assert steps_and_losses(tmp_path) == [(1, 2), (2, 2)]
-    kept = [path for path in tmp_path.glob("metrics.*.jsonl")]
+    kept = list(tmp_path.glob("earlier.*/metrics.jsonl"))
     assert [len(path.read_text().splitlines()) for path in kept] == [400]
 
 
 def test_a_broken_run_json_starts_a_new_run(tmp_path):
     (tmp_path / "run.json").write_text("{")
     records = write(tmp_path, range(1, 3), may_continue=True)
-    assert not records.is_continued
+    assert read_run(tmp_path)["restarts"] == 0
     assert read_run(tmp_path)["run_id"] == records.run_id
 
 

@@ -135,7 +135,7 @@ def test_a_new_run_keeps_older_records_aside(tmp_path):
     first = train(tmp_path / "run", "--training.steps=3")
     train(tmp_path / "run", "--training.steps=2")
     assert [step["step"] for step in read_steps(tmp_path / "run")] == [1, 2]
-    kept = (tmp_path / "run" / "metrics.1.jsonl").read_text().splitlines()
+    kept = (tmp_path / "run" / "earlier.1" / "metrics.jsonl").read_text().splitlines()
     assert len(kept) == len(first)
 
 
