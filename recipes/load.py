@@ -121,7 +121,7 @@ def _check_arguments(config_class: type, args: list[str]) -> None:
             near = difflib.get_close_matches(name, valid, n=1)
             raise ConfigError(f"--{name} is not a known key" + (f"; did you mean --{near[0]}?" if near else ""))
         kind = valid.get(name, bool)
-        if not equals and kind is not bool and index + 1 < len(args):
+        if not equals and kind is not bool and index + 1 < len(args) and not args[index + 1].startswith("--"):
             value = args[index + 1]
         if kind is not bool and not _parses(value, kind):
             raise ConfigError(f"--{name} must be {_describe(kind)}, got {value!r}")
