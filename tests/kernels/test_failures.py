@@ -36,7 +36,8 @@ def forward_until(heap: SymmetricHeap, last: str) -> None:
         return
     plan, sizes = launch_build_plan(heap)
     common = {"config": CONFIG, "epoch": epoch, "score_before_experts": False}
-    up = launch_dispatch_gemm(BATCH.x[rank], w1, w3, plan, heap, room_rows=sizes.num_rows(), save_halves=False, **common)
+    room_rows = sizes.num_rows()
+    up = launch_dispatch_gemm(BATCH.x[rank], w1, w3, plan, heap, room_rows=room_rows, save_halves=False, **common)
     if last == "dispatch":
         return
     launch_gemm_combine(up.h_RF, w2, BATCH.scores[rank], plan, heap, reduce_in_kernel=True, **common)
