@@ -94,7 +94,7 @@ def open_backend(
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
-    run = functools.partial(fused_moe, heap=heap, config=config, group=group)
+    run = functools.partial(fused_moe, heap=heap, config=config)
     return RoutedBackend(name, run, {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}, heap.close)
 
 

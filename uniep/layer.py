@@ -2,19 +2,59 @@
 
 import os
 from collections.abc import Generator
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from uniep.kernels.build_plan import launch_build_plan
+from uniep.kernels.build_plan import launch_build_plan, plan_of
 from uniep.kernels.config import KernelConfig
-from uniep.kernels.dispatch_gemm import launch_dispatch_gemm
+from uniep.kernels.dispatch_gemm import launch_dispatch_gemm, launch_dispatch_gemm_backward
 from uniep.kernels.exchange_routing import launch_exchange_routing
-from uniep.kernels.gemm_combine import launch_gemm_combine, reduces_in_kernel
-from uniep.reference import reference_moe
+from uniep.kernels.gemm_combine import (
+    launch_gemm_combine,
+    launch_gemm_combine_backward,
+    reduce_by_torch,
+    reduces_in_kernel,
+    returned_rows,
+)
+from uniep.kernels.wgrad import default_wgrad_config, launch_wgrad
+from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a forward leaves for its backward, beside its inputs. R rows, the plan's order.
+
+    Attributes:
+        plan: the routing plan.
+        x_RD: the experts' inputs, scaled if scores go before the experts.
+        g_RF, u_RF: x w1^T and x w3^T.
+        scores_WMK: the scores of all ranks, or None if they go before the experts.
+        y_TKD: the rows that came back for this rank's tokens, or None if scores go before the experts.
+    """
+
+    plan: RoutingPlan
+    x_RD: Tensor
+    g_RF: Tensor
+    u_RF: Tensor
+    scores_WMK: Tensor | None
+    y_TKD: Tensor | None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of the inputs of a layer, in their order: of the weights in bf16, of the scores in fp32."""
+
+    x_TD: Tensor
+    scores_TK: Tensor
+    w1_LFD: Tensor
+    w2_LDF: Tensor
+    w3_LFD: Tensor
 
 
 def forward_steps(
@@ -28,24 +68,34 @@ def forward_steps(
     score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
-) -> Generator[None, None, Tensor]:
-    """One forward without autograd, one launch a step: exchange, plan, dispatch + up GEMM, down GEMM + combine.
+    save: bool = False,
+) -> Generator[None, None, tuple[Tensor, Saved | None]]:
+    """One forward without autograd, one launch a step: exchange, plan, dispatch + up GEMM, down GEMM + combine, the
+    rest. Returns the output, and what `backward_steps` needs if save.
 
     It stops between launches, so that one host thread can drive the virtual ranks of a GPU side by side: a kernel waits
-    for those of the other ranks, which must then be launched before the host waits for anything.
+    for those of the other ranks, which must then be launched before the host waits for anything. Also torch's own
+    kernels count as waiting, for each loads its code at its first launch.
 
     Raises:
         ValueError: an input does not fit the heap's layout, or CUDA_DEVICE_MAX_CONNECTIONS is 1.
-        WaitTimeoutError: this forward's exchange or a kernel of an earlier forward gave up a wait.
+        WaitTimeoutError: this forward's exchange or a kernel of an earlier forward or backward gave up a wait.
     """
     _check_inputs(x_TD, w1_LFD, w2_LDF, w3_LFD, heap)
+    (num_tokens, dim), top_k = x_TD.shape, expert_ids_TK.shape[1]
     x_TD, scores_TK = x_TD.contiguous(), scores_TK.contiguous()
-    w1_LFD, w2_LDF, w3_LFD = (w.to(torch.bfloat16).contiguous() for w in (w1_LFD, w2_LDF, w3_LFD))
+    w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
+    in_kernel = reduces_in_kernel(num_tokens, dim, score_before_experts=score_before_experts)
     epoch = heap.next_epoch()
     launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch)
     yield
     plan, sizes = launch_build_plan(heap, by_priority=config.by_priority)
+    # Before the combine: after it, peers may already write those of the next forward.
+    scores_WMK = heap.region("scores").clone() if save and not score_before_experts else None
     yield
+    saved_TKD = None
+    if scores_WMK is not None and in_kernel:
+        saved_TKD = torch.empty(num_tokens, top_k, dim, dtype=torch.bfloat16, device=x_TD.device)
     while True:
         room_rows = heap.room_rows
         up = launch_dispatch_gemm(
@@ -58,7 +108,7 @@ def forward_steps(
             room_rows=room_rows,
             epoch=epoch,
             score_before_experts=score_before_experts,
-            save_halves=False,
+            save_halves=save,
         )
         yield
         out_TD = launch_gemm_combine(
@@ -70,19 +120,122 @@ def forward_steps(
             config=config,
             epoch=epoch,
             score_before_experts=score_before_experts,
-            reduce_in_kernel=reduces_in_kernel(*x_TD.shape, score_before_experts=score_before_experts),
+            reduce_in_kernel=in_kernel,
+            saved_TKD=saved_TKD,
         )
+        yield
         # The device knew R before the dispatch began, so this waits for no kernel of this forward that takes long.
         num_rows = sizes.num_rows()
         if num_rows <= room_rows:
-            return out_TD
+            break
         # The rows had no room and neither kernel did more than send tokens: both once more, with room.
         heap.make_room(num_rows)
+    if not in_kernel:
+        out_TD = reduce_by_torch(scores_TK, heap)
+    if up.g_RF is None or up.u_RF is None:
+        return out_TD, None
+    if scores_WMK is not None and saved_TKD is None:
+        saved_TKD = returned_rows(num_tokens, heap).clone()
+    # A tensor without rows has no address, which a TMA descriptor needs.
+    kept = slice(max(num_rows, 1))
+    return out_TD, Saved(plan, up.x_RD[kept], up.g_RF[kept], up.u_RF[kept], scores_WMK, saved_TKD)
+
+
+def backward_steps(
+    grad_TD: Tensor,
+    saved: Saved,
+    x_TD: Tensor | None,
+    scores_TK: Tensor,
+    expert_ids_TK: Tensor,
+    w1_LFD: Tensor,
+    w2_LDF: Tensor,
+    w3_LFD: Tensor,
+    *,
+    score_before_experts: bool,
+    heap: SymmetricHeap,
+    config: KernelConfig,
+) -> Generator[None, None, Gradients]:
+    """One backward, one launch that waits for peers a step: dispatch + GEMM through w2, gradients of the weights, GEMM
+    through w1 and w3 + combine, the rest. It never waits for the device: a kernel that gave up a wait is reported by
+    the next forward, or by `SymmetricHeap.check`.
+
+    Args:
+        grad_TD: gradients of the output.
+        saved: what the forward left.
+        x_TD: the forward's tokens if score_before_experts, else None.
+        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config: the forward's.
+    """
+    grad_TD, scores_TK = grad_TD.contiguous(), scores_TK.contiguous()
+    expert_ids_TK = expert_ids_TK.contiguous()
+    w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
+    epoch = heap.next_epoch()
+    rows = launch_dispatch_gemm_backward(
+        grad_TD,
+        w2_LDF,
+        saved.g_RF,
+        saved.u_RF,
+        saved.scores_WMK,
+        saved.plan,
+        heap,
+        config=config,
+        epoch=epoch,
+    )
+    yield
+    wgrad_config = config.wgrad or replace(default_wgrad_config(heap.device), num_programs=config.num_programs)
+    # Work that waits for no peer, between two kernels that do: it takes up what one rank is ahead of another.
+    grad_w1_LFD, grad_w2_LDF, grad_w3_LFD = launch_wgrad(
+        rows.grad_g_RF,
+        rows.grad_u_RF,
+        rows.grad_y_RD,
+        saved.x_RD,
+        rows.h_RF,
+        saved.plan,
+        shape=heap.layout.shape,
+        config=wgrad_config,
+    )
+    if not score_before_experts:
+        assert saved.y_TKD is not None
+        grad_scores_TK = _grad_scores(grad_TD, saved.y_TKD, scores_TK)
+    yield
+    grad_x_TD = launch_gemm_combine_backward(
+        rows.grad_g_RF,
+        rows.grad_u_RF,
+        w1_LFD,
+        w3_LFD,
+        scores_TK,
+        expert_ids_TK,
+        saved.plan,
+        heap,
+        config=config,
+        epoch=epoch,
+        score_before_experts=score_before_experts,
+    )
+    yield
+    if score_before_experts:
+        assert x_TD is not None
+        grad_scores_TK = _grad_scores_before(returned_rows(len(scores_TK), heap), x_TD, scores_TK)
+    return Gradients(grad_x_TD, grad_scores_TK, grad_w1_LFD, grad_w2_LDF, grad_w3_LFD)
+
+
+def _grad_scores(grad_TD: Tensor, y_TKD: Tensor, scores_TK: Tensor) -> Tensor:
+    """The stock block's own operation, so its bits are its own."""
+    return torch.bmm(grad_TD.float().unsqueeze(1), y_TKD.float().transpose(1, 2)).view_as(scores_TK)
+
+
+def _grad_scores_before(grad_rows_TKD: Tensor, x_TD: Tensor, scores_TK: Tensor) -> Tensor:
+    """The same for scores that go before the experts: a row's fp32 products summed over D by Tensor.sum."""
+    _, top_k, dim = grad_rows_TKD.shape
+    x_ND = x_TD.repeat_interleave(top_k, 0)
+    return (grad_rows_TKD.view(-1, dim).float() * x_ND.float()).sum(1, keepdim=True).view_as(scores_TK)
 
 
 def fused_forward(*tensors: Tensor, score_before_experts: bool, heap: SymmetricHeap, config: KernelConfig) -> Tensor:
     """`forward_steps` in one go. All ranks call it together, with any number of tokens up to the heap's max_tokens."""
-    steps = forward_steps(*tensors, score_before_experts=score_before_experts, heap=heap, config=config)
+    out_TD, _ = _finish(forward_steps(*tensors, score_before_experts=score_before_experts, heap=heap, config=config))
+    return out_TD
+
+
+def _finish(steps: Generator[None, None, _Result]) -> _Result:
     while True:
         try:
             next(steps)
@@ -91,10 +244,11 @@ def fused_forward(*tensors: Tensor, score_before_experts: bool, heap: SymmetricH
 
 
 class _FusedMoE(torch.autograd.Function):
-    """The fused forward, and the reference's backward. The reference recomputes its own forward, whose bits are the
-    same, so nothing but the inputs is saved."""
+    """Everything that a backward needs goes through save_for_backward, also the plan: what a checkpointed forward
+    saves is freed after it, and comes from the forward that is run again."""
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
     def forward(
         ctx: Any,
         x_TD: Tensor,
@@ -106,40 +260,28 @@ class _FusedMoE(torch.autograd.Function):
         score_before_experts: bool,
         heap: SymmetricHeap,
         config: KernelConfig,
-        group: dist.ProcessGroup | None,
     ) -> Tensor:
-        ctx.save_for_backward(x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
-        ctx.score_before_experts, ctx.group = score_before_experts, group
-        return fused_forward(
-            x_TD,
-            scores_TK,
-            expert_ids_TK,
-            w1_LFD,
-            w2_LDF,
-            w3_LFD,
-            score_before_experts=score_before_experts,
-            heap=heap,
-            config=config,
-        )
+        inputs = (scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
+        more: dict[str, Any] = {"score_before_experts": score_before_experts, "heap": heap, "config": config}
+        out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, **more))
+        assert saved is not None
+        saved_x = x_TD if score_before_experts else None
+        rows = (saved.x_RD, saved.g_RF, saved.u_RF, saved.scores_WMK, saved.y_TKD)
+        ctx.save_for_backward(saved_x, *inputs, *rows, *saved.plan.tensors)
+        ctx.options = more
+        return out_TD
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x_TD, scores_TK, expert_ids_TK, *weights = ctx.saved_tensors
-        with torch.enable_grad():
-            inputs = [tensor.detach().requires_grad_() for tensor in (x_TD, scores_TK, *weights)]
-            x_TD, scores_TK, w1_LFD, w2_LDF, w3_LFD = inputs
-            out_TD = reference_moe(
-                x_TD,
-                scores_TK,
-                expert_ids_TK,
-                w1_LFD,
-                w2_LDF,
-                w3_LFD,
-                score_before_experts=ctx.score_before_experts,
-                group=ctx.group,
-            )
-        grad_x, grad_scores, *grad_weights = torch.autograd.grad(out_TD, inputs, grads[0])
-        return grad_x, grad_scores, None, *grad_weights, None, None, None, None
+        tensors = ctx.saved_tensors
+        inputs, rows, plan_tensors = tensors[:6], tensors[6:11], tensors[11:]
+        x_RD, g_RF, u_RF, scores_WMK, y_TKD = rows
+        saved = Saved(plan_of(ctx.options["heap"], *plan_tensors), x_RD, g_RF, u_RF, scores_WMK, y_TKD)
+        got = _finish(backward_steps(grads[0], saved, *inputs, **ctx.options))
+        weights = zip((got.w1_LFD, got.w2_LDF, got.w3_LFD), inputs[3:], strict=True)
+        grad_weights = (grad.to(weight.dtype) for grad, weight in weights)
+        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None
 
 
 def fused_moe(
@@ -153,9 +295,10 @@ def fused_moe(
     score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
-    group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The routed experts of one MoE layer, as `uniep.reference.reference_moe`, with the fused forward.
+    """The routed experts of one MoE layer, as `uniep.reference.reference_moe`, with the fused forward and backward.
+
+    All ranks of the heap make the same forwards and backwards in the same order, each on one stream.
 
     Args:
         x_TD: bf16 tokens of this rank, at most the heap's max_tokens.
@@ -165,11 +308,15 @@ def fused_moe(
         score_before_experts: scale the experts' inputs instead of their outputs.
         heap: open, of the layer's shape; shared by all layers of that shape.
         config: how the kernels share the GPU.
-        group: the expert-parallel ranks, for the backward; None for one rank.
     """
-    return _FusedMoE.apply(
-        x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config, group
-    )
+    tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _FusedMoE.apply(*tensors, score_before_experts, heap, config)
+    return fused_forward(*tensors, score_before_experts=score_before_experts, heap=heap, config=config)
+
+
+def _for_kernels(weight: Tensor) -> Tensor:
+    return weight.to(torch.bfloat16).contiguous()
 
 
 def _check_inputs(x_TD: Tensor, w1_LFD: Tensor, w2_LDF: Tensor, w3_LFD: Tensor, heap: SymmetricHeap) -> None:

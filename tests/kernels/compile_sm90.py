@@ -24,9 +24,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.kernels import build_plan
 from uniep.kernels.config import KernelConfig, TileConfig
-from uniep.kernels.dispatch_gemm import launch_dispatch_gemm
+from uniep.kernels.dispatch_gemm import launch_dispatch_gemm, launch_dispatch_gemm_backward
 from uniep.kernels.exchange_routing import launch_exchange_routing
-from uniep.kernels.gemm_combine import launch_gemm_combine
+from uniep.kernels.gemm_combine import launch_gemm_combine, launch_gemm_combine_backward
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -123,7 +123,26 @@ def capture_launches(
     score = {"score_before_experts": score_before_experts}
     rows = num_tokens * shape.top_k
     up = launch_dispatch_gemm(x, w1, w3, plan, heap, config=config, room_rows=rows, epoch=1, save_halves=True, **score)
-    launch_gemm_combine(up.h_RF, w2, scores, plan, heap, config=config, epoch=1, reduce_in_kernel=True, **score)
+    saved = torch.empty(num_tokens, shape.top_k, dim, dtype=torch.bfloat16, device=meta)
+    launch_gemm_combine(
+        up.h_RF,
+        w2,
+        scores,
+        plan,
+        heap,
+        config=config,
+        epoch=1,
+        reduce_in_kernel=True,
+        saved_TKD=None if score_before_experts else saved,
+        **score,
+    )
+    all_scores = None if score_before_experts else heap.region("scores")
+    grads = launch_dispatch_gemm_backward(
+        x, w2, up.g_RF, up.u_RF, all_scores, plan, heap, config=config, epoch=2
+    )
+    launch_gemm_combine_backward(
+        grads.grad_g_RF, grads.grad_u_RF, w1, w3, scores, ids, plan, heap, config=config, epoch=2, **score
+    )
     return captures
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from uniep.reference import sum_by_expert
 from uniep.shapes import MoEShape
 
 
@@ -56,18 +57,86 @@ def draw_batch(shape: MoEShape, expert_ids: list[Tensor], seed: int, *, exact: b
 def moe_ref(batch: Batch, *, score_before_experts: bool) -> list[Tensor]:
     """out_TD of every rank."""
     outs = []
+    for rank, y_TKD in enumerate(_outputs_of_experts(batch, score_before_experts)):
+        outs.append(combine_ref(y_TKD, None if score_before_experts else batch.scores[rank]))
+    return outs
+
+
+@dataclass(frozen=True)
+class BatchGradients:
+    """Gradients of all ranks' inputs, and of all experts' weights."""
+
+    x: list[Tensor]
+    scores: list[Tensor]
+    w1_EFD: Tensor
+    w2_EDF: Tensor
+    w3_EFD: Tensor
+
+    def of_rank(self, rank: int, num_local: int) -> tuple[Tensor, ...]:
+        """x, scores, w1, w2, w3."""
+        own = slice(rank * num_local, (rank + 1) * num_local)
+        return self.x[rank], self.scores[rank], self.w1_EFD[own], self.w2_EDF[own], self.w3_EFD[own]
+
+
+def moe_backward_ref(batch: Batch, grads: list[Tensor], *, score_before_experts: bool) -> BatchGradients:
+    """The gradients for grads, one [T, D] a rank."""
+    y = _outputs_of_experts(batch, score_before_experts)
+    grad_rows = [torch.empty_like(y_TKD) for y_TKD in y]
+    grad_w1, grad_w2, grad_w3 = (torch.empty_like(w) for w in (batch.w1_EFD, batch.w2_EDF, batch.w3_EFD))
+    for expert in range(batch.shape.num_experts):
+        w1, w2, w3 = batch.w1_EFD[expert], batch.w2_EDF[expert], batch.w3_EFD[expert]
+        routed = [(ids_TK == expert).nonzero(as_tuple=True) for ids_TK in batch.expert_ids]
+        rows, grad_y = [], []
+        for (token, k), x_TD, scores_TK, grad_TD in zip(routed, batch.x, batch.scores, grads, strict=True):
+            scale = scores_TK[token, k, None]
+            rows.append(_scaled(x_TD[token], scale) if score_before_experts else x_TD[token])
+            grad_y.append(grad_TD[token] if score_before_experts else _scaled(grad_TD[token], scale))
+        rows_RD, grad_y_RD = torch.cat(rows), torch.cat(grad_y)
+        gate, up = mm(rows_RD, w1), mm(rows_RD, w3)
+        silu = torch.nn.functional.silu(gate)
+        grad_h = mm(grad_y_RD, w2.T)
+        grad_up, grad_gate = grad_h * silu, torch.ops.aten.silu_backward(grad_h * up, gate)
+        grad_w1[expert], grad_w3[expert] = mm(grad_gate.T, rows_RD.T), mm(grad_up.T, rows_RD.T)
+        grad_w2[expert] = mm(grad_y_RD.T, (silu * up).T)
+        grad_rows_RD = mm(grad_gate, w1.T) + mm(grad_up, w3.T)
+        parts = grad_rows_RD.split([len(token) for token, _ in routed])
+        for (token, k), part, grad_rows_TKD in zip(routed, parts, grad_rows, strict=True):
+            grad_rows_TKD[token, k] = part
+
+    grad_x, grad_scores = [], []
+    for rank, (grad_TD, grad_rows_TKD) in enumerate(zip(grads, grad_rows, strict=True)):
+        scores_TK, (num_tokens, top_k, dim) = batch.scores[rank], grad_rows_TKD.shape
+        if score_before_experts:
+            x_ND = batch.x[rank].repeat_interleave(top_k, 0)
+            products_ND = grad_rows_TKD.view(-1, dim).float() * x_ND.float()
+            grad_scores.append(products_ND.sum(1).view(num_tokens, top_k))
+            grad_rows_TKD = _scaled(grad_rows_TKD, scores_TK[:, :, None])
+        else:
+            y_TDK = y[rank].float().transpose(1, 2)
+            grad_scores.append(torch.bmm(grad_TD.float().unsqueeze(1), y_TDK).squeeze(1))
+        grad_x.append(sum_by_expert(grad_rows_TKD, batch.expert_ids[rank]))
+    return BatchGradients(grad_x, grad_scores, grad_w1, grad_w2, grad_w3)
+
+
+def _outputs_of_experts(batch: Batch, score_before_experts: bool) -> list[Tensor]:
+    """y_TKD of every rank: the experts' outputs for its tokens."""
+    outputs = []
     for x_TD, scores_TK, ids_TK in zip(batch.x, batch.scores, batch.expert_ids, strict=True):
         y_TKD = torch.empty(*ids_TK.shape, x_TD.shape[1], dtype=torch.bfloat16)
         for expert in range(batch.shape.num_experts):
             token, k = (ids_TK == expert).nonzero(as_tuple=True)
             rows = x_TD[token]
             if score_before_experts:
-                rows = (rows.float() * scores_TK[token, k, None]).bfloat16()
+                rows = _scaled(rows, scores_TK[token, k, None])
             gate = mm(rows, batch.w1_EFD[expert])
             up = mm(rows, batch.w3_EFD[expert])
             y_TKD[token, k] = mm(torch.nn.functional.silu(gate) * up, batch.w2_EDF[expert])
-        outs.append(combine_ref(y_TKD, None if score_before_experts else scores_TK))
-    return outs
+        outputs.append(y_TKD)
+    return outputs
+
+
+def _scaled(rows: Tensor, scale: Tensor) -> Tensor:
+    return (rows.float() * scale).bfloat16()
 
 
 def mm(a: Tensor, b: Tensor) -> Tensor:

@@ -248,6 +248,12 @@ class PendingSizes:
         return num_rows
 
 
+def plan_of(heap: SymmetricHeap, *tensors: Tensor) -> RoutingPlan:
+    """The plan of the heap's rank with these `RoutingPlan.tensors`."""
+    layout = heap.layout
+    return RoutingPlan(layout.shape, heap.rank, layout.max_tokens, layout.tile_rows, layout.copy_per_expert, *tensors)
+
+
 def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple[RoutingPlan, PendingSizes]:
     """The plan of the heap's rank from the region expert_ids, which launch_exchange_routing has filled."""
     layout, shape = heap.layout, heap.layout.shape
@@ -267,14 +273,7 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
         "tile_end_row": layout.max_tiles,
     }
     parts = torch.empty(sum(lengths.values()), dtype=torch.int32, device=heap.device).split(list(lengths.values()))
-    plan = RoutingPlan(
-        shape=shape,
-        rank=heap.rank,
-        max_tokens=layout.max_tokens,
-        tile_rows=layout.tile_rows,
-        copy_per_expert=layout.copy_per_expert,
-        **dict(zip(lengths, parts, strict=True)),
-    )
+    plan = plan_of(heap, *parts)
     scratch_lengths = {
         "received_counts": num_local * num_blocks,
         "sent_counts": num_experts * blocks_of_rank,

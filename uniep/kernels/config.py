@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from uniep.kernels.wgrad import WgradConfig
 from uniep.plan.layout import MIN_TILE_COLS
 
 
@@ -32,11 +33,14 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """How the programs of a forward share the work.
+    """How the programs of a forward and of a backward share the work.
 
     Attributes:
         up: tiles of dispatch + up GEMM.
         down: tiles of down GEMM + combine.
+        down_grad: tiles of the backward's dispatch + GEMM through w2.
+        up_grad: tiles of the backward's GEMM through w1 and w3 + combine.
+        wgrad: tiles of the weight gradients; None for those that fit the device.
         num_programs: programs of a launch, one a multiprocessor. Any number from 1 makes progress.
         num_dispatch: N_disp, programs that begin with sending tokens.
         num_relay: N_relay, programs that begin with relaying.
@@ -54,6 +58,9 @@ class KernelConfig:
     # Four stages are worth 4 % of the up GEMM, whose reduction is long, and nothing in the down GEMM.
     up: TileConfig = TileConfig(num_stages=4)
     down: TileConfig = TileConfig()
+    down_grad: TileConfig = TileConfig(block_n=128)
+    up_grad: TileConfig = TileConfig(block_n=128)
+    wgrad: WgradConfig | None = None
     num_dispatch: int = 20
     num_relay: int = 32
     num_combine: int = 20

@@ -1,4 +1,8 @@
-"""Dispatch + up GEMM: tokens go to their experts' ranks while g, u = x w1^T, x w3^T and h = silu(g) u already run."""
+"""Dispatch + GEMM: tokens go to their experts' ranks while the first grouped GEMM on them already runs.
+
+Forward: g = x w1^T, u = x w3^T, h = silu(g) u. Backward, of the gradients of the output: grad_h = grad_y w2 and through
+SwiGLU to grad_g and grad_u. Both send the same tokens to the same places: one kernel, with another Comp role.
+"""
 
 from dataclasses import dataclass
 
@@ -8,33 +12,38 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from uniep.kernels.config import KernelConfig
+from uniep.kernels.config import KernelConfig, TileConfig
 from uniep.kernels.copy_shape import CHUNK_TOKENS, copy_shape
-from uniep.kernels.gemm_tile import gemm_tile_pair
+from uniep.kernels.hidden_tile import hidden_grad_tile, up_tile
 from uniep.kernels.relay import relay_tile
 from uniep.kernels.send_tokens import num_send_tasks, send_tokens
-from uniep.kernels.signals import fence_async_proxy, wait_flag
-from uniep.kernels.swiglu import swiglu
-from uniep.kernels.tasks import ARRIVALS, FIRST_ROLE, SECOND_ROLE, THIRD_ROLE, claim, claimed, leave, take
+from uniep.kernels.signals import fence_async_proxy, signal_all_ranks, wait_flag
+from uniep.kernels.tasks import ARRIVALS, FIRST_ROLE, SECOND_ROLE, THIRD_ROLE, claimed, leave, take
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
 
-_KERNEL = tl.constexpr(int(Kernel.DISPATCH_GEMM))
 _TOKENS = tl.constexpr(int(What.TOKENS))
 _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
 
-@triton.jit(do_not_specialize=["rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"])
+_CHANGING = ["scores_address", "rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"]
+
+
+@triton.jit(do_not_specialize=_CHANGING)
 def _dispatch_gemm_kernel(
-    x_TD,
+    tokens_TD,
     rows_RD,
     a,
     w1,
+    w2,
     w3,
     g_RF,
     u_RF,
     h_RF,
+    grad_g_RF,
+    grad_u_RF,
+    scores_address,
     send_rows_N,
     send_offsets,
     row_origin_R,
@@ -54,8 +63,9 @@ def _dispatch_gemm_kernel(
     num_dispatch,
     num_relay,
     received_offset_bytes,
-    scores_offset_bytes,
-    flags_offset_bytes,
+    token_flags_offset_bytes,
+    entered_flags_offset_bytes,
+    KERNEL: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
@@ -67,6 +77,7 @@ def _dispatch_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
+    BACKWARD: tl.constexpr,
     SAVE_HALVES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     COPY_PER_EXPERT: tl.constexpr,
@@ -78,9 +89,11 @@ def _dispatch_gemm_kernel(
 ):
     """Roles, in the order in which they wait: comm < relay < comp.
 
-    - comm sends chunks of tokens to their destinations and flags them. It waits for nothing.
+    - comm sends chunks of tokens to their destinations and flags them. It waits for nothing. The first arrival also
+      tells all ranks that this one has entered: what stood before on its stream has ended.
     - relay waits for the flags of a tile's rows, that is for comm of the peers, copies them, and marks the tile ready.
-    - comp waits for a tile's mark, that is for relay of this rank, and computes one tile of g, u and h.
+    - comp waits for a tile's mark, that is for relay of this rank, and computes one tile of g, u and h,
+      BACKWARD of grad_g, grad_u and h.
 
     The first num_dispatch programs to arrive begin with comm, the next num_relay with relay, the others with comp,
     and each goes on to the later roles when its own has no task left. So the tasks before any wait are held by
@@ -96,13 +109,16 @@ def _dispatch_gemm_kernel(
     fits = tl.load(expert_offsets + L) <= room_rows
     num_tiles = tl.where(fits, tl.load(tile_offsets + L), 0)
 
+    if W > 1 and role == 0:
+        signal_all_ranks(peers_W, entered_flags_offset_bytes, rank, epoch, watch, W, RANKS)
+
     if W > 1 and role < num_dispatch:
         num_tasks = num_send_tasks(send_offsets, W, RANKS, CHUNK)
         task = take(counters, FIRST_ROLE)
         while task < num_tasks:
             send_tokens(
                 task,
-                x_TD,
+                tokens_TD,
                 send_rows_N,
                 send_offsets,
                 peers_W,
@@ -110,7 +126,7 @@ def _dispatch_gemm_kernel(
                 rank,
                 epoch,
                 received_offset_bytes,
-                flags_offset_bytes,
+                token_flags_offset_bytes,
                 NUM_SLOTS,
                 D,
                 K,
@@ -129,11 +145,12 @@ def _dispatch_gemm_kernel(
         while task < num_tiles:
             relay_tile(
                 task,
-                x_TD,
+                tokens_TD,
                 rows_RD,
                 row_origin_R,
                 tile_first_row,
                 tile_end_row,
+                scores_address,
                 peers_W,
                 input_ready,
                 watch,
@@ -141,9 +158,8 @@ def _dispatch_gemm_kernel(
                 epoch,
                 timeout_us,
                 received_offset_bytes,
-                scores_offset_bytes,
-                flags_offset_bytes,
-                _KERNEL,
+                token_flags_offset_bytes,
+                KERNEL,
                 _TOKENS,
                 NUM_SLOTS,
                 D,
@@ -165,30 +181,60 @@ def _dispatch_gemm_kernel(
             expert = tl.load(tile_expert + tile)
             first_row = tl.load(tile_first_row + tile)
             end_row = tl.load(tile_end_row + tile)
-            wait_flag(input_ready + tile, epoch, watch, timeout_us, _KERNEL, task, _INPUT_TILE, tile, SYSTEM=False)
+            wait_flag(input_ready + tile, epoch, watch, timeout_us, KERNEL, task, _INPUT_TILE, tile, SYSTEM=False)
             if TMA:
                 fence_async_proxy()
-            b_row = expert * F + col
-            gate, up = gemm_tile_pair(
-                a, w1, w3, first_row, end_row, b_row, (expert + 1) * F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
-            )
-            next_task = claim(counters, THIRD_ROLE, LANES)
-            gate, up, h = swiglu(gate, up)
-            rows = first_row + tl.arange(0, TILE_ROWS)
-            cols = col + tl.arange(0, BLOCK_N)
-            place = rows[:, None].to(tl.int64) * F + cols[None, :]
-            inside = (rows < end_row)[:, None] & (cols < F)[None, :]
-            if SAVE_HALVES:
-                tl.store(g_RF + place, gate, mask=inside)
-                tl.store(u_RF + place, up, mask=inside)
-            tl.store(h_RF + place, h, mask=inside)
+            if BACKWARD:
+                next_task = hidden_grad_tile(
+                    a,
+                    w2,
+                    g_RF,
+                    u_RF,
+                    grad_g_RF,
+                    grad_u_RF,
+                    h_RF,
+                    counters,
+                    expert,
+                    first_row,
+                    end_row,
+                    col,
+                    D,
+                    F,
+                    TILE_ROWS,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TMA,
+                    LANES,
+                )
+            else:
+                next_task = up_tile(
+                    a,
+                    w1,
+                    w3,
+                    g_RF,
+                    u_RF,
+                    h_RF,
+                    counters,
+                    expert,
+                    first_row,
+                    end_row,
+                    col,
+                    D,
+                    F,
+                    TILE_ROWS,
+                    BLOCK_N,
+                    BLOCK_K,
+                    TMA,
+                    SAVE_HALVES,
+                    LANES,
+                )
             task = claimed(next_task, LANES)
     leave(counters)
 
 
 @dataclass(frozen=True)
 class UpRows:
-    """What the kernel leaves for the down GEMM and the backward: one row for each routed row of this rank's experts.
+    """What the forward leaves for the down GEMM and the backward: one row for each routed row of this rank's experts.
 
     Attributes:
         x_RD: the experts' inputs, scaled if scores go before the experts.
@@ -199,6 +245,22 @@ class UpRows:
     x_RD: Tensor
     g_RF: Tensor | None
     u_RF: Tensor | None
+    h_RF: Tensor
+
+
+@dataclass(frozen=True)
+class GradRows:
+    """What the backward leaves for the gradients of the weights and of the tokens, rows as in UpRows.
+
+    Attributes:
+        grad_y_RD: gradients of the experts' outputs, scaled if scores come after the experts.
+        grad_g_RF, grad_u_RF: gradients of g and u.
+        h_RF: silu(g) * u once more.
+    """
+
+    grad_y_RD: Tensor
+    grad_g_RF: Tensor
+    grad_u_RF: Tensor
     h_RF: Tensor
 
 
@@ -215,32 +277,112 @@ def launch_dispatch_gemm(
     score_before_experts: bool,
     save_halves: bool,
 ) -> UpRows:
-    """Runs the kernel with outputs of room_rows rows. If R is more, its tokens are sent and nothing else is done."""
-    layout, shape = heap.layout, heap.layout.shape
-    dim, hidden_dim = shape.dim, shape.hidden_dim
+    """The forward, with outputs of room_rows rows. If R is more, its tokens are sent and nothing else is done."""
+    dim, hidden_dim = heap.layout.shape.dim, heap.layout.shape.hidden_dim
     tiles = config.up
     block_n = tiles.block_n // 2
-    x_RD = torch.empty(room_rows, dim, dtype=torch.bfloat16, device=x_TD.device)
-    num_outputs = 3 if save_halves else 1
-    outputs = [torch.empty(room_rows, hidden_dim, dtype=torch.bfloat16, device=x_TD.device) for _ in range(num_outputs)]
-    h_RF, *halves = outputs
+    x_RD = _empty_rows(x_TD, room_rows, dim)
+    h_RF, *halves = (_empty_rows(x_TD, room_rows, hidden_dim) for _ in range(3 if save_halves else 1))
     g_RF, u_RF = halves if halves else (None, None)
-    w1, w3 = w1_LFD.view(-1, dim), w3_LFD.view(-1, dim)
-    a = x_RD
+    a, w1, w3 = x_RD, w1_LFD.view(-1, dim), w3_LFD.view(-1, dim)
     if tiles.use_tma:
-        a = TensorDescriptor.from_tensor(x_RD, [layout.tile_rows, tiles.block_k])
+        a = TensorDescriptor.from_tensor(x_RD, [heap.layout.tile_rows, tiles.block_k])
         w1 = TensorDescriptor.from_tensor(w1, [block_n, tiles.block_k])
         w3 = TensorDescriptor.from_tensor(w3, [block_n, tiles.block_k])
-    copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
-    _dispatch_gemm_kernel[(config.num_programs,)](
+    _launch(
         x_TD,
         x_RD,
-        a,
-        w1,
-        w3,
-        g_RF,
-        u_RF,
-        h_RF,
+        (a, w1, None, w3, g_RF, u_RF, h_RF, None, None),
+        heap.region("scores") if score_before_experts else None,
+        plan,
+        heap,
+        config=config,
+        tiles=tiles,
+        block_n=block_n,
+        epoch=epoch,
+        backward=False,
+        save_halves=save_halves,
+    )
+    return UpRows(x_RD, g_RF, u_RF, h_RF)
+
+
+def launch_dispatch_gemm_backward(
+    grad_TD: Tensor,
+    w2_LDF: Tensor,
+    g_RF: Tensor,
+    u_RF: Tensor,
+    scores_WMK: Tensor | None,
+    plan: RoutingPlan,
+    heap: SymmetricHeap,
+    *,
+    config: KernelConfig,
+    epoch: int,
+) -> GradRows:
+    """The backward, with as many rows as the forward left: they are all that come.
+
+    Args:
+        grad_TD: gradients of the output.
+        w2_LDF: weights of the down GEMM.
+        g_RF, u_RF: the forward's.
+        scores_WMK: the scores of all ranks at the forward, or None where they go before the experts.
+        plan: the forward's.
+        heap, config: as in the forward.
+        epoch: a new one.
+    """
+    dim, hidden_dim = heap.layout.shape.dim, heap.layout.shape.hidden_dim
+    tiles = config.down_grad
+    num_rows = len(g_RF)
+    grad_y_RD = _empty_rows(grad_TD, num_rows, dim)
+    grad_g_RF, grad_u_RF, h_RF = (_empty_rows(grad_TD, num_rows, hidden_dim) for _ in range(3))
+    a, w2 = grad_y_RD, w2_LDF
+    if tiles.use_tma:
+        a = TensorDescriptor.from_tensor(grad_y_RD, [heap.layout.tile_rows, tiles.block_k])
+        w2 = TensorDescriptor.from_tensor(w2_LDF, [1, tiles.block_k, tiles.block_n])
+    _launch(
+        grad_TD,
+        grad_y_RD,
+        (a, None, w2, None, g_RF, u_RF, h_RF, grad_g_RF, grad_u_RF),
+        scores_WMK,
+        plan,
+        heap,
+        config=config,
+        tiles=tiles,
+        block_n=tiles.block_n,
+        epoch=epoch,
+        backward=True,
+        save_halves=False,
+    )
+    return GradRows(grad_y_RD, grad_g_RF, grad_u_RF, h_RF)
+
+
+def _empty_rows(like: Tensor, num_rows: int, num_cols: int) -> Tensor:
+    return torch.empty(num_rows, num_cols, dtype=torch.bfloat16, device=like.device)
+
+
+def _launch(
+    tokens_TD: Tensor,
+    rows_RD: Tensor,
+    operands: tuple[Tensor | TensorDescriptor | None, ...],
+    scores_WMK: Tensor | None,
+    plan: RoutingPlan,
+    heap: SymmetricHeap,
+    *,
+    config: KernelConfig,
+    tiles: TileConfig,
+    block_n: int,
+    epoch: int,
+    backward: bool,
+    save_halves: bool,
+) -> None:
+    layout, shape = heap.layout, heap.layout.shape
+    copy_rows, copy_cols = copy_shape(shape.dim, config.copy_step_elements)
+    # An address, not a tensor: the interpreter writes a tensor's whole memory back, and the heap belongs to peers too.
+    scores_address = (heap.region("scores") if scores_WMK is None else scores_WMK).data_ptr()
+    _dispatch_gemm_kernel[(config.num_programs,)](
+        tokens_TD,
+        rows_RD,
+        *operands,
+        scores_address,
         plan.send_rows_N,
         plan.send_offsets,
         plan.row_origin_R,
@@ -256,15 +398,16 @@ def launch_dispatch_gemm(
         heap.rank,
         epoch,
         heap.timeout_us,
-        room_rows,
+        len(rows_RD),
         config.num_dispatch,
         config.num_relay,
         heap.offset_bytes("received"),
-        heap.offset_bytes("scores"),
         heap.offset_bytes("token_flags"),
+        heap.offset_bytes("entered_flags"),
+        KERNEL=int(Kernel.DISPATCH_GEMM_BACKWARD if backward else Kernel.DISPATCH_GEMM),
         NUM_SLOTS=layout.max_tokens * shape.top_k,
-        D=dim,
-        F=hidden_dim,
+        D=shape.dim,
+        F=shape.hidden_dim,
         K=shape.top_k,
         L=shape.num_local_experts,
         W=shape.ep_degree,
@@ -273,8 +416,9 @@ def launch_dispatch_gemm(
         BLOCK_N=block_n,
         BLOCK_K=tiles.block_k,
         TMA=tiles.use_tma,
+        BACKWARD=backward,
         SAVE_HALVES=save_halves,
-        SCALE_ROWS=score_before_experts,
+        SCALE_ROWS=scores_WMK is not None,
         COPY_PER_EXPERT=layout.copy_per_expert,
         DYNAMIC=config.dynamic_roles,
         CHUNK=CHUNK_TOKENS,
@@ -284,4 +428,3 @@ def launch_dispatch_gemm(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return UpRows(x_RD, g_RF, u_RF, h_RF)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from uniep.kernels.memory import region_address
-from uniep.kernels.signals import fence_system, signal_ranks, wait_flags
+from uniep.kernels.signals import fence_system, signal_all_ranks, wait_all_ranks
 from uniep.kernels.tasks import FINISHED, is_last
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
@@ -60,12 +60,8 @@ def _exchange_routing_kernel(
         block += tl.num_programs(0)
     fence_system()
     if is_last(counters, FINISHED, tl.num_programs(0)):
-        ranks = tl.arange(0, RANKS)
-        exists = ranks < W
-        flags = region_address(peers_W, tl.where(exists, ranks, 0), flags_offset_bytes).to(tl.pointer_type(tl.int32))
-        signal_ranks(flags + rank, exists, epoch, watch)
-        own_flags = region_address(peers_W, rank, flags_offset_bytes).to(tl.pointer_type(tl.int32))
-        wait_flags(own_flags + ranks, exists, epoch, watch, timeout_us, _KERNEL, 0, _ROUTING, ranks, True)
+        signal_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, W, RANKS)
+        wait_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, timeout_us, _KERNEL, _ROUTING, W, RANKS)
         tl.store(counters + FINISHED, 0)
 
 

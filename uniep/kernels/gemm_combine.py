@@ -1,4 +1,8 @@
-"""Down GEMM + combine: y = h w2^T, whose rows go back to their tokens' ranks while it runs and are then summed."""
+"""GEMM + combine: the second grouped GEMM's rows go back to their tokens' ranks while it runs and are then summed.
+
+Forward: y = h w2^T. Backward, for the gradients of the tokens: grad_x = grad_g w1 + grad_u w3. Both return the same
+rows to the same places: one kernel, with another Comp role and another order of the sums.
+"""
 
 import torch
 import triton
@@ -6,14 +10,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from uniep.kernels.config import KernelConfig
+from uniep.kernels.config import KernelConfig, TileConfig
 from uniep.kernels.copy_shape import copy_shape
-from uniep.kernels.gemm_tile import gemm_tile
+from uniep.kernels.gemm_tile import gemm_tile, gemm_tile_by_weight
 from uniep.kernels.memory import region_address, row_ptrs
 from uniep.kernels.numerics import to_bf16
-from uniep.kernels.reduce import reduce_tokens
+from uniep.kernels.reduce import reduce_tokens, reduce_tokens_by_expert
 from uniep.kernels.return_rows import return_tile
-from uniep.kernels.signals import signal_ranks, signal_tile, wait_flags
+from uniep.kernels.signals import signal_all_ranks, signal_tile, wait_all_ranks
 from uniep.kernels.tasks import (
     ARRIVALS,
     FINISHED,
@@ -30,9 +34,9 @@ from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
 
-_KERNEL = tl.constexpr(int(Kernel.GEMM_COMBINE))
 _OUTPUT_TILE = tl.constexpr(int(What.OUTPUT_TILE))
 _RETURNED_ROWS = tl.constexpr(int(What.RETURNED_ROWS))
+_DISPATCH = tl.constexpr(int(What.DISPATCH))
 
 # torch.bmm takes another kernel, with another order of its sums, for small T*D (measured up to T*D = 82,000 and never
 # from T = 128 on): there the reduce is torch.bmm itself.
@@ -47,9 +51,15 @@ _REDUCE_STEP_ELEMENTS = 2048
 def _gemm_combine_kernel(
     h,
     w2,
-    y_RD,
+    grad_g,
+    w1,
+    grad_u,
+    w3,
+    rows_RD,
     scores_TK,
+    expert_ids_TK,
     out_TD,
+    saved_TKD,
     row_origin_R,
     expert_offsets,
     tile_offsets,
@@ -67,7 +77,9 @@ def _gemm_combine_kernel(
     room_rows,
     num_combine,
     returned_offset_bytes,
-    flags_offset_bytes,
+    returned_flags_offset_bytes,
+    entered_flags_offset_bytes,
+    KERNEL: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
@@ -81,8 +93,11 @@ def _gemm_combine_kernel(
     COL_TILES: tl.constexpr,
     TMA: tl.constexpr,
     STAGED: tl.constexpr,
+    BACKWARD: tl.constexpr,
     REDUCE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    SCORED: tl.constexpr,
+    SAVE_ROWS: tl.constexpr,
+    KS: tl.constexpr,
     DYNAMIC: tl.constexpr,
     TASK_TOKENS: tl.constexpr,
     COPY_ROWS: tl.constexpr,
@@ -93,11 +108,16 @@ def _gemm_combine_kernel(
 ):
     """Roles, in the order in which they wait: comp < comm < reduce.
 
-    - comp computes one tile of y, stores the rows of this rank's tokens where reduce reads them and the others into
-      y_RD, and marks the tile. It waits for nothing.
-    - comm waits for the marks of a row tile, that is for comp of this rank, and returns its rows. The last of these
-      tasks (there is one even without rows) tells every rank, also this one, that its rows are there.
-    - reduce waits once for all ranks, that is for comm of every rank, and sums.
+    - comp computes one tile, stores the rows of this rank's tokens where reduce reads them and the others into rows_RD,
+      and marks the tile. It waits for nothing.
+    - comm waits once until all ranks have entered their dispatch, which stands before this kernel on each: then the
+      readers of their returned rows of the layer before have ended. Then it waits for the marks of a row tile, that is
+      for comp of this rank, and returns its rows. The last of these tasks (there is one even without rows) tells every
+      rank, also this one, that its rows are there.
+    - reduce waits once for all ranks, that is for comm of every rank, and sums. SCORED: the forward weighs the rows by
+      their scores, BACKWARD scales them by those first.
+
+    Without STAGED comp stores across the link itself, and so waits for the ranks' dispatch as comm does.
 
     All programs but the last num_combine to arrive (and always the first) begin with comp, those with comm, and each
     goes on to the later roles when its own has no task left: one resident program a rank is enough.
@@ -105,7 +125,7 @@ def _gemm_combine_kernel(
     Where the rows had no room in the dispatch, nothing runs and no rank is told anything: the host launches both again.
 
     Two ranks, one tile each, three programs, num_combine = 1: on rank 0 the first arrival computes rows 0..5 of y:
-    rows 0, 3 (its own t0, t2) into its returned buffer, the others into y_RD; the third waits for that tile, copies
+    rows 0, 3 (its own t0, t2) into its returned buffer, the others into rows_RD; the third waits for that tile, copies
     rows 1, 2, 4, 5 into rank 1's returned buffer, and sets returned_flags[0] on both ranks; then all three wait for
     returned_flags[0] and [1] and share the tokens of rank 0.
     """
@@ -118,15 +138,29 @@ def _gemm_combine_kernel(
 
     if computes:
         task = take(counters, FIRST_ROLE)
+        if W > 1 and not STAGED and task < num_tiles * num_col_tiles:
+            wait_all_ranks(
+                peers_W, entered_flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _DISPATCH, W, RANKS
+            )
         while task < num_tiles * num_col_tiles:
             tile = task // num_col_tiles
             col = (task % num_col_tiles) * BLOCK_N
             expert = tl.load(tile_expert + tile)
             first_row = tl.load(tile_first_row + tile)
             end_row = tl.load(tile_end_row + tile)
-            acc = gemm_tile(
-                h, w2, first_row, end_row, expert * D + col, (expert + 1) * D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
-            )
+            if BACKWARD:
+                of_gate = gemm_tile_by_weight(
+                    grad_g, w1, first_row, end_row, expert, col, F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
+                )
+                of_gate = to_bf16(of_gate)
+                of_up = gemm_tile_by_weight(
+                    grad_u, w3, first_row, end_row, expert, col, F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
+                )
+                acc = of_gate.to(tl.float32) + to_bf16(of_up).to(tl.float32)
+            else:
+                acc = gemm_tile(
+                    h, w2, first_row, end_row, expert * D + col, (expert + 1) * D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
+                )
             next_task = claim(counters, FIRST_ROLE, LANES)
             rows = first_row + tl.arange(0, TILE_ROWS)
             cols = col + tl.arange(0, BLOCK_N)
@@ -135,7 +169,7 @@ def _gemm_combine_kernel(
             address = region_address(peers_W, source, returned_offset_bytes)
             address += (origin % NUM_SLOTS).to(tl.int64) * (D * 2)
             if STAGED:
-                address = tl.where(source == rank, address, y_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2))
+                address = tl.where(source == rank, address, rows_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2))
             tl.store(row_ptrs(address, cols), to_bf16(acc), mask=(rows < end_row)[:, None] & (cols < D)[None, :])
             signal_tile(output_ready + task, epoch)
             task = claimed(next_task, LANES)
@@ -144,11 +178,15 @@ def _gemm_combine_kernel(
         # A rank without rows still has one task, so that its peers hear from it.
         num_tasks = tl.where(fits, tl.maximum(num_tiles, 1), 0)
         task = take(counters, SECOND_ROLE)
+        if W > 1 and task < num_tasks:
+            wait_all_ranks(
+                peers_W, entered_flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _DISPATCH, W, RANKS
+            )
         while task < num_tasks:
             if task < num_tiles:
                 return_tile(
                     task,
-                    y_RD,
+                    rows_RD,
                     row_origin_R,
                     tile_first_row,
                     tile_end_row,
@@ -159,7 +197,7 @@ def _gemm_combine_kernel(
                     epoch,
                     timeout_us,
                     returned_offset_bytes,
-                    _KERNEL,
+                    KERNEL,
                     _OUTPUT_TILE,
                     NUM_SLOTS,
                     D,
@@ -171,33 +209,52 @@ def _gemm_combine_kernel(
                     COPY_COLS,
                 )
             if is_last(counters, FINISHED, num_tasks):
-                peers = tl.arange(0, RANKS)
-                address = region_address(peers_W, tl.where(peers < W, peers, 0), flags_offset_bytes)
-                signal_ranks(address.to(tl.pointer_type(tl.int32)) + rank, peers < W, epoch, watch)
+                signal_all_ranks(peers_W, returned_flags_offset_bytes, rank, epoch, watch, W, RANKS)
             task = take(counters, SECOND_ROLE)
 
-    ranks = tl.arange(0, RANKS)
-    flags = region_address(peers_W, rank, flags_offset_bytes).to(tl.pointer_type(tl.int32))
-    awaited = (ranks < W) & fits
-    wait_flags(flags + ranks, awaited, epoch, watch, timeout_us, _KERNEL, 0, _RETURNED_ROWS, ranks, SYSTEM=True)
+    if fits:
+        wait_all_ranks(
+            peers_W, returned_flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _RETURNED_ROWS, W, RANKS
+        )
     if REDUCE and fits:
         task = take(counters, THIRD_ROLE)
         while task * TASK_TOKENS < num_tokens:
-            reduce_tokens(
-                task,
-                scores_TK,
-                out_TD,
-                peers_W,
-                rank,
-                num_tokens,
-                returned_offset_bytes,
-                D,
-                K,
-                WEIGHTED,
-                TASK_TOKENS,
-                REDUCE_ROWS,
-                REDUCE_COLS,
-            )
+            if BACKWARD:
+                reduce_tokens_by_expert(
+                    task,
+                    expert_ids_TK,
+                    scores_TK,
+                    out_TD,
+                    peers_W,
+                    rank,
+                    num_tokens,
+                    returned_offset_bytes,
+                    D,
+                    K,
+                    KS,
+                    SCORED,
+                    TASK_TOKENS,
+                    REDUCE_ROWS,
+                    REDUCE_COLS,
+                )
+            else:
+                reduce_tokens(
+                    task,
+                    scores_TK,
+                    out_TD,
+                    saved_TKD,
+                    peers_W,
+                    rank,
+                    num_tokens,
+                    returned_offset_bytes,
+                    D,
+                    K,
+                    SCORED,
+                    SAVE_ROWS,
+                    TASK_TOKENS,
+                    REDUCE_ROWS,
+                    REDUCE_COLS,
+                )
             task = take(counters, THIRD_ROLE)
     leave(counters)
 
@@ -205,6 +262,18 @@ def _gemm_combine_kernel(
 def reduces_in_kernel(num_tokens: int, dim: int, *, score_before_experts: bool) -> bool:
     """Whether the kernel's own reduce has the contract's bits; else torch.bmm does it."""
     return score_before_experts or (num_tokens >= _MIN_REDUCE_TOKENS and num_tokens * dim > _MIN_REDUCE_ELEMENTS)
+
+
+def returned_rows(num_tokens: int, heap: SymmetricHeap) -> Tensor:
+    """The rows [T, K, D] that came back in the last combine. They stay until this rank enters its next dispatch."""
+    shape = heap.layout.shape
+    return heap.region("returned")[: num_tokens * shape.top_k].view(num_tokens, shape.top_k, shape.dim)
+
+
+def reduce_by_torch(scores_TK: Tensor, heap: SymmetricHeap) -> Tensor:
+    """The combine's sum where only torch.bmm has its own bits, after a launch with reduce_in_kernel=False."""
+    rows_TKD = returned_rows(len(scores_TK), heap)
+    return torch.bmm(scores_TK.unsqueeze(1), rows_TKD.float()).to(torch.bfloat16).squeeze(1)
 
 
 def launch_gemm_combine(
@@ -218,28 +287,104 @@ def launch_gemm_combine(
     epoch: int,
     score_before_experts: bool,
     reduce_in_kernel: bool,
+    saved_TKD: Tensor | None = None,
 ) -> Tensor:
-    """Runs the kernel and returns out_TD. A token's K rows stay in the region returned until the next forward."""
-    layout, shape = heap.layout, heap.layout.shape
-    dim, hidden_dim = shape.dim, shape.hidden_dim
+    """The forward. Returns out_TD, which without reduce_in_kernel is for reduce_by_torch to make.
+
+    Args:
+        saved_TKD: where the reduce is to keep the returned rows, if anywhere.
+    """
+    hidden_dim = heap.layout.shape.hidden_dim
     tiles = config.down
-    num_tokens = len(scores_TK)
-    out_TD = torch.empty(num_tokens, dim, dtype=torch.bfloat16, device=h_RF.device)
-    staged = config.staged_combine and shape.ep_degree > 1
-    y_RD = torch.empty(len(h_RF), dim, dtype=torch.bfloat16, device=h_RF.device) if staged else out_TD
-    w2 = w2_LDF.view(-1, hidden_dim)
-    h = h_RF
+    h, w2 = h_RF, w2_LDF.view(-1, hidden_dim)
     if tiles.use_tma:
-        h = TensorDescriptor.from_tensor(h_RF, [layout.tile_rows, tiles.block_k])
+        h = TensorDescriptor.from_tensor(h_RF, [heap.layout.tile_rows, tiles.block_k])
         w2 = TensorDescriptor.from_tensor(w2, [tiles.block_n, tiles.block_k])
+    return _launch(
+        (h, w2, None, None, None, None),
+        scores_TK,
+        None,
+        saved_TKD,
+        plan,
+        heap,
+        config=config,
+        tiles=tiles,
+        room_rows=len(h_RF),
+        epoch=epoch,
+        backward=False,
+        reduce=reduce_in_kernel,
+        scored=not score_before_experts,
+    )
+
+
+def launch_gemm_combine_backward(
+    grad_g_RF: Tensor,
+    grad_u_RF: Tensor,
+    w1_LFD: Tensor,
+    w3_LFD: Tensor,
+    scores_TK: Tensor,
+    expert_ids_TK: Tensor,
+    plan: RoutingPlan,
+    heap: SymmetricHeap,
+    *,
+    config: KernelConfig,
+    epoch: int,
+    score_before_experts: bool,
+) -> Tensor:
+    """The backward. Returns the gradients of the tokens [T, D]."""
+    tiles = config.up_grad
+    grad_g, grad_u, w1, w3 = grad_g_RF, grad_u_RF, w1_LFD, w3_LFD
+    if tiles.use_tma:
+        row_block, weight_block = [heap.layout.tile_rows, tiles.block_k], [1, tiles.block_k, tiles.block_n]
+        grad_g, grad_u = (TensorDescriptor.from_tensor(grad, row_block) for grad in (grad_g_RF, grad_u_RF))
+        w1, w3 = (TensorDescriptor.from_tensor(weight, weight_block) for weight in (w1_LFD, w3_LFD))
+    return _launch(
+        (None, None, grad_g, w1, grad_u, w3),
+        scores_TK,
+        expert_ids_TK,
+        None,
+        plan,
+        heap,
+        config=config,
+        tiles=tiles,
+        room_rows=len(grad_g_RF),
+        epoch=epoch,
+        backward=True,
+        reduce=True,
+        scored=score_before_experts,
+    )
+
+
+def _launch(
+    operands: tuple[Tensor | TensorDescriptor | None, ...],
+    scores_TK: Tensor,
+    expert_ids_TK: Tensor | None,
+    saved_TKD: Tensor | None,
+    plan: RoutingPlan,
+    heap: SymmetricHeap,
+    *,
+    config: KernelConfig,
+    tiles: TileConfig,
+    room_rows: int,
+    epoch: int,
+    backward: bool,
+    reduce: bool,
+    scored: bool,
+) -> Tensor:
+    layout, shape = heap.layout, heap.layout.shape
+    dim, num_tokens = shape.dim, len(scores_TK)
+    out_TD = torch.empty(num_tokens, dim, dtype=torch.bfloat16, device=scores_TK.device)
+    staged = config.staged_combine and shape.ep_degree > 1
+    rows_RD = torch.empty(room_rows, dim, dtype=torch.bfloat16, device=scores_TK.device) if staged else out_TD
     copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
     reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
     _gemm_combine_kernel[(config.num_programs,)](
-        h,
-        w2,
-        y_RD,
+        *operands,
+        rows_RD,
         scores_TK,
+        expert_ids_TK,
         out_TD,
+        saved_TKD,
         plan.row_origin_R,
         plan.expert_offsets,
         plan.tile_offsets,
@@ -254,13 +399,15 @@ def launch_gemm_combine(
         num_tokens,
         epoch,
         heap.timeout_us,
-        len(h_RF),
+        room_rows,
         config.num_combine,
         heap.offset_bytes("returned"),
         heap.offset_bytes("returned_flags"),
+        heap.offset_bytes("entered_flags"),
+        KERNEL=int(Kernel.GEMM_COMBINE_BACKWARD if backward else Kernel.GEMM_COMBINE),
         NUM_SLOTS=layout.max_tokens * shape.top_k,
         D=dim,
-        F=hidden_dim,
+        F=shape.hidden_dim,
         K=shape.top_k,
         L=shape.num_local_experts,
         W=shape.ep_degree,
@@ -271,8 +418,11 @@ def launch_gemm_combine(
         COL_TILES=triton.next_power_of_2(triton.cdiv(dim, tiles.block_n)),
         TMA=tiles.use_tma,
         STAGED=staged,
-        REDUCE=reduce_in_kernel,
-        WEIGHTED=not score_before_experts,
+        BACKWARD=backward,
+        REDUCE=reduce,
+        SCORED=scored,
+        SAVE_ROWS=saved_TKD is not None,
+        KS=triton.next_power_of_2(shape.top_k),
         DYNAMIC=config.dynamic_roles,
         TASK_TOKENS=_REDUCE_TASK_TOKENS,
         COPY_ROWS=copy_rows,
@@ -283,7 +433,4 @@ def launch_gemm_combine(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if not reduce_in_kernel:
-        returned_TKD = heap.region("returned")[: num_tokens * shape.top_k].view(num_tokens, shape.top_k, dim)
-        out_TD = torch.bmm(scores_TK.unsqueeze(1), returned_TKD.float()).to(torch.bfloat16).squeeze(1)
     return out_TD

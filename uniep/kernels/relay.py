@@ -15,6 +15,7 @@ def relay_tile(
     row_origin_R,
     tile_first_row,
     tile_end_row,
+    scores_address,
     peers_W,
     input_ready,
     watch,
@@ -22,7 +23,6 @@ def relay_tile(
     epoch,
     timeout_us,
     received_offset_bytes,
-    scores_offset_bytes,
     flags_offset_bytes,
     KERNEL: tl.constexpr,
     WHAT: tl.constexpr,
@@ -37,7 +37,7 @@ def relay_tile(
 ):
     """Waits for the senders of the tile's rows, which wait for nothing. A token that several experts want came once
     and is copied once for each. Rows of the rank itself come straight from x_TD. With SCALE_ROWS each row is
-    multiplied by its score, which the exchange brought."""
+    multiplied by its score; scores_address is that of the scores of all ranks, [W, M, K]."""
     first_row = tl.load(tile_first_row + tile)
     end_row = tl.load(tile_end_row + tile)
     rows = first_row + tl.arange(0, TILE_ROWS)
@@ -64,7 +64,7 @@ def relay_tile(
         address = tl.where(step_origin // NUM_SLOTS == rank, own, received + step_slot * (D * 2))
         target = rows_RD.to(tl.int64) + step_rows.to(tl.int64) * (D * 2)
         if SCALE_ROWS:
-            scores = region_address(peers_W, rank, scores_offset_bytes).to(tl.pointer_type(tl.float32))
+            scores = scores_address.to(tl.int64).to(tl.pointer_type(tl.float32))
             scale = tl.load(scores + step_origin, mask=step_exists, other=0.0)
             copy_scaled_rows(address, target, scale, step_exists, D, COPY_COLS)
         else:

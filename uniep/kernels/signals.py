@@ -17,6 +17,7 @@ import time
 import triton
 import triton.language as tl
 
+from uniep.kernels.memory import region_address
 from uniep.kernels.numerics import INTERPRETED
 from uniep.symmetric.watch import RECORD_WORDS
 
@@ -193,3 +194,30 @@ def wait_flags(
         if blamed >= 0:
             give_up(watch, KERNEL, task, WHAT, blamed)
     tl.debug_barrier()
+
+
+@triton.jit
+def signal_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, W: tl.constexpr, RANKS: tl.constexpr):
+    """Sets this rank's flag at every rank, also at itself, in a region that has a flag for each rank."""
+    peers = tl.arange(0, RANKS)
+    address = region_address(peers_W, tl.where(peers < W, peers, 0), flags_offset_bytes)
+    signal_ranks(address.to(tl.pointer_type(tl.int32)) + rank, peers < W, epoch, watch)
+
+
+@triton.jit
+def wait_all_ranks(
+    peers_W,
+    flags_offset_bytes,
+    rank,
+    epoch,
+    watch,
+    timeout_us,
+    KERNEL: tl.constexpr,
+    WHAT: tl.constexpr,
+    W: tl.constexpr,
+    RANKS: tl.constexpr,
+):
+    """Waits until every rank, also this one, has set its flag here."""
+    ranks = tl.arange(0, RANKS)
+    flags = region_address(peers_W, rank, flags_offset_bytes).to(tl.pointer_type(tl.int32))
+    wait_flags(flags + ranks, ranks < W, epoch, watch, timeout_us, KERNEL, 0, WHAT, ranks, SYSTEM=True)

@@ -1,4 +1,4 @@
-"""SwiGLU with the roundings of `F.silu(g) * u` in bf16: the epilogue of the up GEMM."""
+"""SwiGLU with the roundings of `F.silu(g) * u` in bf16, and its backward: epilogues of GEMMs."""
 
 import torch
 import triton
@@ -25,3 +25,25 @@ def swiglu(gate, up):
 
 def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
+
+
+@triton.jit
+def swiglu_backward(grad_h, gate, up):
+    """(bf16 grad_g, bf16 grad_u, bf16 h) of the fp32 accumulator of grad_h and of the bf16 halves, as autograd does it.
+
+    silu'(x) is s * (1 + x * (1 - s)) in fp32 behind the incoming gradient, as torch.ops.aten.silu_backward computes it;
+    the operations before it are each rounded to bf16.
+    """
+    grad_h = to_bf16(grad_h).to(tl.float32)
+    x = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    silu = to_bf16(x / (1.0 + tl.exp(-x))).to(tl.float32)
+    grad_silu = to_bf16(grad_h * up).to(tl.float32)
+    grad_gate = to_bf16(grad_silu * sigmoid * (1.0 + x * (1.0 - sigmoid)))
+    return grad_gate, to_bf16(grad_h * silu), to_bf16(silu * up)
+
+
+def swiglu_backward_ref(grad_h: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    silu = torch.nn.functional.silu(gate)
+    return torch.ops.aten.silu_backward(grad_h * up, gate), grad_h * silu, silu * up

@@ -83,6 +83,7 @@ class HeapLayout:
         num_receive_slots = ranks * slots * (top_k if self.copy_per_expert else 1)
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "routing_flags": ((ranks,), torch.int32),
+            "entered_flags": ((ranks,), torch.int32),
             "returned_flags": ((ranks,), torch.int32),
             "token_flags": ((num_receive_slots,), torch.int32),
             "expert_ids": ((ranks, slots, top_k), torch.int32),

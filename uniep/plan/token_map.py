@@ -59,6 +59,20 @@ class RoutingPlan:
     tile_first_row: Tensor
     tile_end_row: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors in the order of the fields, for autograd to keep."""
+        return (
+            self.expert_offsets,
+            self.row_origin_R,
+            self.send_offsets,
+            self.send_rows_N,
+            self.tile_offsets,
+            self.tile_expert,
+            self.tile_first_row,
+            self.tile_end_row,
+        )
+
     def receive_slot(self, origin: Tensor) -> Tensor:
         """The row of the receive buffer in which the token of an origin arrives: no exchange of positions is needed."""
         return origin if self.copy_per_expert else origin // self.shape.top_k

@@ -16,6 +16,8 @@ class Kernel(IntEnum):
     EXCHANGE_ROUTING = 1
     DISPATCH_GEMM = 2
     GEMM_COMBINE = 3
+    DISPATCH_GEMM_BACKWARD = 4
+    GEMM_COMBINE_BACKWARD = 5
 
 
 class What(IntEnum):
@@ -26,6 +28,7 @@ class What(IntEnum):
     INPUT_TILE = 3
     OUTPUT_TILE = 4
     RETURNED_ROWS = 5
+    DISPATCH = 6
 
 
 _WAITED_FOR = {
@@ -34,6 +37,7 @@ _WAITED_FOR = {
     What.INPUT_TILE: "its own relay to fill tile {whom}",
     What.OUTPUT_TILE: "its own GEMM to finish tile {whom}",
     What.RETURNED_ROWS: "the returned rows of rank {whom}",
+    What.DISPATCH: "the dispatch of rank {whom}",
 }
 
 

@@ -1,0 +1,264 @@
+"""The whole fused backward over interpreted ranks, against an oracle that sees the global batch."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.kernels.oracle import Batch, moe_backward_ref, moe_ref
+from tests.kernels.ranks import run_ranks
+from tests.kernels.test_forward import CASES as FORWARD_CASES
+from tests.kernels.test_forward import CONFIG, SMALL_TILES, Case, poison
+from uniep.kernels.config import KernelConfig
+from uniep.kernels.swiglu import swiglu_backward, swiglu_backward_ref
+from uniep.kernels.wgrad import WgradConfig
+from uniep.layer import fused_moe
+from uniep.symmetric.heap import SymmetricHeap
+
+NAMES = ("x", "scores", "w1", "w2", "w3")
+WGRAD = WgradConfig(num_programs=2, block_f=32, block_d=64, use_tma=False)
+
+
+def backward_config(config: KernelConfig) -> KernelConfig:
+    """The forward's tiles in the backward."""
+    wgrad = replace(WGRAD, use_tma=config.up.use_tma)
+    return replace(config, down_grad=replace(config.down, block_n=32), up_grad=config.down, wgrad=wgrad)
+
+
+def draw_grads(batch: Batch, seed: int, *, exact: bool) -> list[Tensor]:
+    """Gradients of every rank's output; exact as in draw_batch."""
+    generator = torch.Generator().manual_seed(seed + 1000)
+    grads = []
+    for x_TD in batch.x:
+        grad_TD = torch.randn(x_TD.shape, generator=generator)
+        if exact:
+            kept = torch.rand(x_TD.shape, generator=generator) < 0.5
+            grad_TD = torch.where(kept, grad_TD.sign(), 0.0)
+        grads.append(grad_TD.bfloat16())
+    return grads
+
+
+def leaves(batch: Batch, rank: int) -> list[Tensor]:
+    """x, scores, w1, w2, w3 of a rank, with autograd."""
+    return [t.clone().requires_grad_() for t in (batch.x[rank], batch.scores[rank], *batch.weights(rank))]
+
+
+def as_arrays(tensors: list[Tensor]) -> list:
+    return [tensor.detach().float().numpy() for tensor in tensors]
+
+
+def run_layer(inputs: list[Tensor], expert_ids: Tensor, case: Case, heap: SymmetricHeap) -> Tensor:
+    x, scores, *weights = inputs
+    return fused_moe(
+        x,
+        scores,
+        expert_ids,
+        *weights,
+        score_before_experts=case.score_before_experts,
+        heap=heap,
+        config=backward_config(case.config),
+    )
+
+
+def check_rank(case: Case, batch: Batch, grads: list[Tensor], rank: int, got: list) -> None:
+    """got: output and gradients of a rank, against the oracle."""
+    order = {"score_before_experts": case.score_before_experts}
+    want = moe_backward_ref(batch, grads, **order).of_rank(rank, case.num_local)
+    out = moe_ref(batch, **order)[rank]
+    for name, expected, value in zip(("out", *NAMES), (out, *want), got, strict=True):
+        value = torch.from_numpy(value)
+        assert torch.isfinite(expected).all()
+        if case.exact:
+            assert torch.equal(value, expected.float()), name
+        else:
+            torch.testing.assert_close(value, expected.float(), rtol=2**-6, atol=2**-5, msg=name)
+
+
+CASES = {name: replace(case, num_calls=min(case.num_calls, 2)) for name, case in FORWARD_CASES.items()}
+CASES["two_ranks"] = replace(CASES["two_ranks"], num_calls=3)
+CASES["scores_first_different_tokens"] = replace(CASES["different_tokens"], score_before_experts=True)
+CASES["scores_first_one_rank"] = replace(CASES["one_rank"], score_before_experts=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward in a row with other data each, on buffers that start as NaN."""
+    case = CASES[name]
+    batches = [case.draw(seed) for seed in range(case.num_calls)]
+    grads = [draw_grads(batch, seed, exact=case.exact) for seed, batch in enumerate(batches)]
+    poison_new_tensors(monkeypatch)
+    monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: case.reduce_in_kernel)
+
+    def body(heap: SymmetricHeap) -> list:
+        poison(heap)
+        if case.room_rows is not None:
+            heap.room_rows = case.room_rows
+        results = []
+        for batch, grad in zip(batches, grads, strict=True):
+            inputs = leaves(batch, heap.rank)
+            out = run_layer(inputs, batch.expert_ids[heap.rank], case, heap)
+            got = torch.autograd.grad(out, inputs, grad[heap.rank])
+            heap.check()
+            assert not heap.scoreboard.counters.any()
+            assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in inputs]
+            results.append(as_arrays([out, *got]))
+        return results
+
+    for rank, results in enumerate(run_ranks(case.layout, body, timeout_s=10.0)):
+        for batch, grad, got in zip(batches, grads, results, strict=True):
+            check_rank(case, batch, grad, rank, got)
+
+
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def poisoned(*size: int, **kind: object) -> Tensor:
+        tensor = empty(*size, **kind)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def two_layers(inputs: list[list[Tensor]], run: Callable[[int], Tensor], grads: list[Tensor]) -> list[list]:
+    """Forward, forward, backward of the second, backward of the first."""
+    outs = [run(layer) for layer in range(2)]
+    results = []
+    for layer in (1, 0):
+        got = torch.autograd.grad(outs[layer], inputs[layer], grads[layer])
+        results.insert(0, as_arrays([outs[layer], *got]))
+    return results
+
+
+@pytest.mark.parametrize("again", ["kept", "run_again"])
+@pytest.mark.parametrize("score_before_experts", [False, True])
+def test_layers_on_one_heap(score_before_experts: bool, again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer keeps does not lie where the next one writes; and with checkpointing forwards stand between the
+    backwards."""
+    case = Case(2, 3, (9, 11), score_before_experts=score_before_experts)
+    batches = [case.draw(seed) for seed in range(2)]
+    grads = [draw_grads(batch, seed, exact=True) for seed, batch in enumerate(batches)]
+    poison_new_tensors(monkeypatch)
+
+    def body(heap: SymmetricHeap) -> list:
+        rank = heap.rank
+        poison(heap)
+        inputs = [leaves(batch, rank) for batch in batches]
+
+        def run(layer: int) -> Tensor:
+            def forward(*tensors: Tensor) -> Tensor:
+                return run_layer(list(tensors), batches[layer].expert_ids[rank], case, heap)
+
+            if again == "kept":
+                return forward(*inputs[layer])
+            return checkpoint(forward, *inputs[layer], use_reentrant=False)
+
+        return two_layers(inputs, run, [grad[rank] for grad in grads])
+
+    for rank, results in enumerate(run_ranks(case.layout, body, timeout_s=10.0)):
+        for batch, grad, got in zip(batches, grads, results, strict=True):
+            check_rank(case, batch, grad, rank, got)
+
+
+def test_accumulates_over_steps_into_fp32_weights() -> None:
+    """Two forwards and backwards before an update: gradients add up in the dtype of the weights."""
+    case = Case(2, 2, (7, 7))
+    batches = [case.draw(seed) for seed in range(2)]
+    batches[1] = replace(batches[1], **{name: getattr(batches[0], name) for name in ("w1_EFD", "w2_EDF", "w3_EFD")})
+    grads = [draw_grads(batch, seed, exact=True) for seed, batch in enumerate(batches)]
+
+    def body(heap: SymmetricHeap) -> list:
+        rank = heap.rank
+        weights = [weight.float().requires_grad_() for weight in batches[0].weights(rank)]
+        for batch, grad in zip(batches, grads, strict=True):
+            inputs = [batch.x[rank], batch.scores[rank], *weights]
+            run_layer(inputs, batch.expert_ids[rank], case, heap).backward(grad[rank])
+        assert all(weight.grad.dtype == torch.float32 for weight in weights)
+        return as_arrays([weight.grad for weight in weights])
+
+    results = run_ranks(case.layout, body, timeout_s=10.0)
+    parts = [moe_backward_ref(b, g, score_before_experts=False) for b, g in zip(batches, grads, strict=True)]
+    for rank, got in enumerate(results):
+        first, second = (part.of_rank(rank, case.num_local)[2:] for part in parts)
+        for value, one, two in zip(got, first, second, strict=True):
+            assert torch.equal(torch.from_numpy(value), one.float() + two.float())
+
+
+def test_expert_without_rows_has_zero_gradients() -> None:
+    case = FORWARD_CASES["expert_without_tokens"]
+    batch = case.draw(0)
+    grads = draw_grads(batch, 0, exact=True)
+
+    def body(heap: SymmetricHeap) -> list:
+        inputs = leaves(batch, heap.rank)
+        out = run_layer(inputs, batch.expert_ids[heap.rank], case, heap)
+        return as_arrays(list(torch.autograd.grad(out, inputs[2:], grads[heap.rank])))
+
+    got = [list(map(torch.from_numpy, arrays)) for arrays in run_ranks(case.layout, body, timeout_s=10.0)]
+    for rank, local in itertools.product(range(2), range(case.num_local)):
+        has_rows = rank * case.num_local + local in (case.experts or ())
+        for weight in got[rank]:
+            assert bool(weight[local].any()) == has_rows
+
+
+def test_late_rank_keeps_its_returned_rows() -> None:
+    """No exchange stands before a backward's combine: it must wait until the peer has read what came back before."""
+    case = replace(FORWARD_CASES["two_ranks"], score_before_experts=True)
+    batches = [case.draw(seed) for seed in range(3)]
+    grads = [draw_grads(batch, seed, exact=True) for seed, batch in enumerate(batches)]
+
+    def body(heap: SymmetricHeap) -> list:
+        rank = heap.rank
+        inputs = [leaves(batch, rank) for batch in batches]
+        outs = [
+            run_layer(leaf, batch.expert_ids[rank], case, heap) for leaf, batch in zip(inputs, batches, strict=True)
+        ]
+        results = []
+        for call in (2, 1, 0):
+            got = torch.autograd.grad(outs[call], inputs[call], grads[call][rank])
+            results.insert(0, as_arrays([outs[call], *got]))
+        return results
+
+    import time
+
+    import uniep.layer
+
+    gradient = uniep.layer._grad_scores_before
+
+    def slow(*args: Tensor) -> Tensor:
+        time.sleep(0.5)
+        return gradient(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uniep.layer, "_grad_scores_before", slow)
+        results = run_ranks(case.layout, body, timeout_s=10.0)
+    for rank, per_call in enumerate(results):
+        for batch, grad, got in zip(batches, grads, per_call, strict=True):
+            check_rank(case, batch, grad, rank, got)
+
+
+@triton.jit
+def _swiglu_backward_kernel(grad_h, gate, up, grad_gate, grad_up, h, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    grad = tl.load(grad_h + index).to(tl.float32)
+    results = swiglu_backward(grad, tl.load(gate + index), tl.load(up + index))
+    tl.store(grad_gate + index, results[0])
+    tl.store(grad_up + index, results[1])
+    tl.store(h + index, results[2])
+
+
+def test_swiglu_backward_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(4096, generator=generator).mul(scale).bfloat16() for scale in (1.0, 4.0, 1.0)]
+    outputs = [torch.empty(4096, dtype=torch.bfloat16) for _ in range(3)]
+    _swiglu_backward_kernel[(1,)](*inputs, *outputs, BLOCK=4096)
+    for name, got, want in zip(("grad_g", "grad_u", "h"), outputs, swiglu_backward_ref(*inputs), strict=True):
+        assert torch.equal(got, want), name
+
+
+__all__ = ["CONFIG", "SMALL_TILES"]

@@ -1,0 +1,87 @@
+"""The Comp role of the dispatch: one task computes a tile of the hidden layer, its values or its gradients."""
+
+import triton
+import triton.language as tl
+
+from uniep.kernels.gemm_tile import gemm_tile_by_weight, gemm_tile_pair
+from uniep.kernels.swiglu import swiglu, swiglu_backward
+from uniep.kernels.tasks import THIRD_ROLE, claim
+
+
+@triton.jit
+def up_tile(
+    a,
+    w1,
+    w3,
+    g_RF,
+    u_RF,
+    h_RF,
+    counters,
+    expert,
+    first_row,
+    end_row,
+    col,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    SAVE_HALVES: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """g = x w1^T, u = x w3^T and h = silu(g) u. Returns the claim of the next task, taken before the epilogue."""
+    b_row = expert * F + col
+    gate, up = gemm_tile_pair(
+        a, w1, w3, first_row, end_row, b_row, (expert + 1) * F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
+    )
+    next_task = claim(counters, THIRD_ROLE, LANES)
+    gate, up, h = swiglu(gate, up)
+    rows = first_row + tl.arange(0, TILE_ROWS)
+    cols = col + tl.arange(0, BLOCK_N)
+    place = rows[:, None].to(tl.int64) * F + cols[None, :]
+    inside = (rows < end_row)[:, None] & (cols < F)[None, :]
+    if SAVE_HALVES:
+        tl.store(g_RF + place, gate, mask=inside)
+        tl.store(u_RF + place, up, mask=inside)
+    tl.store(h_RF + place, h, mask=inside)
+    return next_task
+
+
+@triton.jit
+def hidden_grad_tile(
+    grad_y,
+    w2,
+    g_RF,
+    u_RF,
+    grad_g_RF,
+    grad_u_RF,
+    h_RF,
+    counters,
+    expert,
+    first_row,
+    end_row,
+    col,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """grad_h = grad_y w2, through SwiGLU to grad_g and grad_u, and h once more for the gradient of w2. Returns the
+    claim of the next task."""
+    acc = gemm_tile_by_weight(grad_y, w2, first_row, end_row, expert, col, D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA)
+    next_task = claim(counters, THIRD_ROLE, LANES)
+    rows = first_row + tl.arange(0, TILE_ROWS)
+    cols = col + tl.arange(0, BLOCK_N)
+    place = rows[:, None].to(tl.int64) * F + cols[None, :]
+    inside = (rows < end_row)[:, None] & (cols < F)[None, :]
+    gate = tl.load(g_RF + place, mask=inside, other=0.0)
+    up = tl.load(u_RF + place, mask=inside, other=0.0)
+    grad_gate, grad_up, h = swiglu_backward(acc, gate, up)
+    tl.store(grad_g_RF + place, grad_gate, mask=inside)
+    tl.store(grad_u_RF + place, grad_up, mask=inside)
+    tl.store(h_RF + place, h, mask=inside)
+    return next_task
