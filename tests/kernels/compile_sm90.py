@@ -45,10 +45,10 @@ class Capture:
         return lambda *args, **kwargs: self.launches.append((args, kwargs))
 
 
-def compile_launch(capture: Capture, arch: int) -> dict[str, Any]:
-    """Compiles the first launch of a kernel with the types and alignments of its arguments."""
+def compile_launch(capture: Capture, arch: int, index: int = 0) -> dict[str, Any]:
+    """Compiles the index-th launch of a kernel with the types and alignments of its arguments."""
     kernel = capture.kernel
-    args, kwargs = capture.launches[0]
+    args, kwargs = capture.launches[index]
     names = kernel.arg_names
     options = {name: value for name, value in kwargs.items() if name not in names}
     values = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
@@ -137,9 +137,7 @@ def capture_launches(
         **score,
     )
     all_scores = None if score_before_experts else heap.region("scores")
-    grads = launch_dispatch_gemm_backward(
-        x, w2, up.g_RF, up.u_RF, all_scores, plan, heap, config=config, epoch=2
-    )
+    grads = launch_dispatch_gemm_backward(x, w2, up.g_RF, up.u_RF, all_scores, plan, heap, config=config, epoch=2)
     launch_gemm_combine_backward(
         grads.grad_g_RF, grads.grad_u_RF, w1, w3, scores, ids, plan, heap, config=config, epoch=2, **score
     )
@@ -161,12 +159,14 @@ LAUNCHES = [
 
 def main() -> None:
     for index, (name, shape, num_tokens, tiles, arch, score_before_experts) in enumerate(LAUNCHES):
-        config = KernelConfig(num_programs=132, up=tiles, down=tiles)
+        config = KernelConfig(num_programs=132, up=tiles, down=tiles, down_grad=tiles, up_grad=tiles)
         for capture in capture_launches(shape, num_tokens, config, score_before_experts=score_before_experts):
             # The small kernels hardly depend on the shape.
             if index == 0 or shape.ep_degree == 1 or "gemm" in capture.kernel.__name__:
-                row = {"shape": name, "arch": arch, "num_stages": tiles.num_stages} | compile_launch(capture, arch)
-                print(json.dumps(row), flush=True)
+                for launch, (_, kwargs) in enumerate(capture.launches):
+                    row = {"shape": name, "arch": arch, "num_stages": tiles.num_stages}
+                    row |= {"backward": kwargs.get("BACKWARD", False)} | compile_launch(capture, arch, launch)
+                    print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,16 @@ from uniep.symmetric.heap import SymmetricHeap
 
 TILE_ROWS = 16
 SMALL_TILES = TileConfig(block_n=64, block_k=32, use_tma=False)
-CONFIG = KernelConfig(num_programs=3, up=SMALL_TILES, down=SMALL_TILES, num_dispatch=1, num_relay=1, num_combine=1)
+CONFIG = KernelConfig(
+    num_programs=3,
+    up=SMALL_TILES,
+    down=SMALL_TILES,
+    down_grad=SMALL_TILES,
+    up_grad=SMALL_TILES,
+    num_dispatch=1,
+    num_relay=1,
+    num_combine=1,
+)
 TMA_TILES = replace(SMALL_TILES, use_tma=True)
 
 

@@ -38,8 +38,8 @@ def test_gradients_are_the_references(score_before_experts: bool, tmp_path: Path
         for moe in (reference_moe, fused_moe):
             inputs = [t.clone().requires_grad_() for t in (batch.x[rank], batch.scores[rank], *batch.weights(rank))]
             x, scores, w1, w2, w3 = inputs
-            more = {} if moe is reference_moe else {"heap": heap, "config": CONFIG}
-            out = moe(x, scores, ids[rank], w1, w2, w3, score_before_experts=score_before_experts, group=group, **more)
+            more = {"group": group} if moe is reference_moe else {"heap": heap, "config": CONFIG}
+            out = moe(x, scores, ids[rank], w1, w2, w3, score_before_experts=score_before_experts, **more)
             grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
             results.append((out.detach(), *grads))
         for want, got in zip(*results, strict=True):

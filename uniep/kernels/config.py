@@ -1,6 +1,6 @@
 """The tunables of the two fused kernels, and the switches that exist for measuring."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,8 +58,8 @@ class KernelConfig:
     # Four stages are worth 4 % of the up GEMM, whose reduction is long, and nothing in the down GEMM.
     up: TileConfig = TileConfig(num_stages=4)
     down: TileConfig = TileConfig()
-    down_grad: TileConfig = TileConfig(block_n=128)
-    up_grad: TileConfig = TileConfig(block_n=128)
+    down_grad: TileConfig = TileConfig()
+    up_grad: TileConfig = TileConfig()
     wgrad: WgradConfig | None = None
     num_dispatch: int = 20
     num_relay: int = 32
@@ -82,11 +82,15 @@ def default_config(device: torch.device) -> KernelConfig:
     """A configuration that fits the device: all multiprocessors and TMA where there is one, small tiles on a CPU."""
     if device.type != "cuda":
         tiles = TileConfig(block_n=64, block_k=32, use_tma=False)
-        return KernelConfig(num_programs=3, up=tiles, down=tiles, num_dispatch=1, num_relay=1, num_combine=1)
+        config = KernelConfig(num_programs=3, num_dispatch=1, num_relay=1, num_combine=1)
+        return replace(config, up=tiles, down=tiles, down_grad=tiles, up_grad=tiles)
     properties = torch.cuda.get_device_properties(device)
     use_tma = properties.major >= 9
+    tiles = TileConfig(use_tma=use_tma)
     return KernelConfig(
         num_programs=properties.multi_processor_count,
         up=TileConfig(num_stages=4, use_tma=use_tma),
-        down=TileConfig(use_tma=use_tma),
+        down=tiles,
+        down_grad=tiles,
+        up_grad=tiles,
     )

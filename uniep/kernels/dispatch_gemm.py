@@ -17,7 +17,7 @@ from uniep.kernels.copy_shape import CHUNK_TOKENS, copy_shape
 from uniep.kernels.hidden_tile import hidden_grad_tile, up_tile
 from uniep.kernels.relay import relay_tile
 from uniep.kernels.send_tokens import num_send_tasks, send_tokens
-from uniep.kernels.signals import fence_async_proxy, signal_all_ranks, wait_flag
+from uniep.kernels.signals import fence_async_proxy, wait_flag
 from uniep.kernels.tasks import ARRIVALS, FIRST_ROLE, SECOND_ROLE, THIRD_ROLE, claimed, leave, take
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
@@ -26,6 +26,9 @@ from uniep.symmetric.watch import Kernel, What
 _TOKENS = tl.constexpr(int(What.TOKENS))
 _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
+
+# Columns that an epilogue with two inputs and three outputs takes at once: more of them spill.
+_PART_COLS = 32
 
 _CHANGING = ["scores_address", "rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"]
 
@@ -63,8 +66,7 @@ def _dispatch_gemm_kernel(
     num_dispatch,
     num_relay,
     received_offset_bytes,
-    token_flags_offset_bytes,
-    entered_flags_offset_bytes,
+    flags_offset_bytes,
     KERNEL: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     D: tl.constexpr,
@@ -79,6 +81,7 @@ def _dispatch_gemm_kernel(
     TMA: tl.constexpr,
     BACKWARD: tl.constexpr,
     SAVE_HALVES: tl.constexpr,
+    PARTS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     COPY_PER_EXPERT: tl.constexpr,
     DYNAMIC: tl.constexpr,
@@ -89,8 +92,7 @@ def _dispatch_gemm_kernel(
 ):
     """Roles, in the order in which they wait: comm < relay < comp.
 
-    - comm sends chunks of tokens to their destinations and flags them. It waits for nothing. The first arrival also
-      tells all ranks that this one has entered: what stood before on its stream has ended.
+    - comm sends chunks of tokens to their destinations and flags them. It waits for nothing.
     - relay waits for the flags of a tile's rows, that is for comm of the peers, copies them, and marks the tile ready.
     - comp waits for a tile's mark, that is for relay of this rank, and computes one tile of g, u and h,
       BACKWARD of grad_g, grad_u and h.
@@ -109,9 +111,6 @@ def _dispatch_gemm_kernel(
     fits = tl.load(expert_offsets + L) <= room_rows
     num_tiles = tl.where(fits, tl.load(tile_offsets + L), 0)
 
-    if W > 1 and role == 0:
-        signal_all_ranks(peers_W, entered_flags_offset_bytes, rank, epoch, watch, W, RANKS)
-
     if W > 1 and role < num_dispatch:
         num_tasks = num_send_tasks(send_offsets, W, RANKS, CHUNK)
         task = take(counters, FIRST_ROLE)
@@ -126,7 +125,7 @@ def _dispatch_gemm_kernel(
                 rank,
                 epoch,
                 received_offset_bytes,
-                token_flags_offset_bytes,
+                flags_offset_bytes,
                 NUM_SLOTS,
                 D,
                 K,
@@ -158,7 +157,7 @@ def _dispatch_gemm_kernel(
                 epoch,
                 timeout_us,
                 received_offset_bytes,
-                token_flags_offset_bytes,
+                flags_offset_bytes,
                 KERNEL,
                 _TOKENS,
                 NUM_SLOTS,
@@ -204,6 +203,7 @@ def _dispatch_gemm_kernel(
                     BLOCK_N,
                     BLOCK_K,
                     TMA,
+                    PARTS,
                     LANES,
                 )
             else:
@@ -403,7 +403,6 @@ def _launch(
         config.num_relay,
         heap.offset_bytes("received"),
         heap.offset_bytes("token_flags"),
-        heap.offset_bytes("entered_flags"),
         KERNEL=int(Kernel.DISPATCH_GEMM_BACKWARD if backward else Kernel.DISPATCH_GEMM),
         NUM_SLOTS=layout.max_tokens * shape.top_k,
         D=shape.dim,
@@ -418,6 +417,7 @@ def _launch(
         TMA=tiles.use_tma,
         BACKWARD=backward,
         SAVE_HALVES=save_halves,
+        PARTS=max(block_n // _PART_COLS, 1),
         SCALE_ROWS=scores_WMK is not None,
         COPY_PER_EXPERT=layout.copy_per_expert,
         DYNAMIC=config.dynamic_roles,

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.kernels.config import KernelConfig, TileConfig
 from uniep.kernels.copy_shape import copy_shape
-from uniep.kernels.gemm_tile import gemm_tile, gemm_tile_by_weight
+from uniep.kernels.gemm_tile import column_parts, gemm_tile, gemm_tile_two, sum_of_two
 from uniep.kernels.memory import region_address, row_ptrs
 from uniep.kernels.numerics import to_bf16
 from uniep.kernels.reduce import reduce_tokens, reduce_tokens_by_expert
@@ -36,8 +36,9 @@ from uniep.symmetric.watch import Kernel, What
 
 _OUTPUT_TILE = tl.constexpr(int(What.OUTPUT_TILE))
 _RETURNED_ROWS = tl.constexpr(int(What.RETURNED_ROWS))
-_DISPATCH = tl.constexpr(int(What.DISPATCH))
 
+# Columns of the sum of two products that the epilogue takes at once: more of them spill.
+_PART_COLS = 64
 # torch.bmm takes another kernel, with another order of its sums, for small T*D (measured up to T*D = 82,000 and never
 # from T = 128 on): there the reduce is torch.bmm itself.
 _MIN_REDUCE_TOKENS = 128
@@ -77,8 +78,7 @@ def _gemm_combine_kernel(
     room_rows,
     num_combine,
     returned_offset_bytes,
-    returned_flags_offset_bytes,
-    entered_flags_offset_bytes,
+    flags_offset_bytes,
     KERNEL: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     D: tl.constexpr,
@@ -94,6 +94,7 @@ def _gemm_combine_kernel(
     TMA: tl.constexpr,
     STAGED: tl.constexpr,
     BACKWARD: tl.constexpr,
+    PARTS: tl.constexpr,
     REDUCE: tl.constexpr,
     SCORED: tl.constexpr,
     SAVE_ROWS: tl.constexpr,
@@ -110,14 +111,10 @@ def _gemm_combine_kernel(
 
     - comp computes one tile, stores the rows of this rank's tokens where reduce reads them and the others into rows_RD,
       and marks the tile. It waits for nothing.
-    - comm waits once until all ranks have entered their dispatch, which stands before this kernel on each: then the
-      readers of their returned rows of the layer before have ended. Then it waits for the marks of a row tile, that is
-      for comp of this rank, and returns its rows. The last of these tasks (there is one even without rows) tells every
-      rank, also this one, that its rows are there.
+    - comm waits for the marks of a row tile, that is for comp of this rank, and returns its rows. The last of these
+      tasks (there is one even without rows) tells every rank, also this one, that its rows are there.
     - reduce waits once for all ranks, that is for comm of every rank, and sums. SCORED: the forward weighs the rows by
       their scores, BACKWARD scales them by those first.
-
-    Without STAGED comp stores across the link itself, and so waits for the ranks' dispatch as comm does.
 
     All programs but the last num_combine to arrive (and always the first) begin with comp, those with comm, and each
     goes on to the later roles when its own has no task left: one resident program a rank is enough.
@@ -138,10 +135,6 @@ def _gemm_combine_kernel(
 
     if computes:
         task = take(counters, FIRST_ROLE)
-        if W > 1 and not STAGED and task < num_tiles * num_col_tiles:
-            wait_all_ranks(
-                peers_W, entered_flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _DISPATCH, W, RANKS
-            )
         while task < num_tiles * num_col_tiles:
             tile = task // num_col_tiles
             col = (task % num_col_tiles) * BLOCK_N
@@ -149,28 +142,28 @@ def _gemm_combine_kernel(
             first_row = tl.load(tile_first_row + tile)
             end_row = tl.load(tile_end_row + tile)
             if BACKWARD:
-                of_gate = gemm_tile_by_weight(
-                    grad_g, w1, first_row, end_row, expert, col, F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
+                first, acc = gemm_tile_two(
+                    grad_g, w1, grad_u, w3, first_row, end_row, expert, col, F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
                 )
-                of_gate = to_bf16(of_gate)
-                of_up = gemm_tile_by_weight(
-                    grad_u, w3, first_row, end_row, expert, col, F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
-                )
-                acc = of_gate.to(tl.float32) + to_bf16(of_up).to(tl.float32)
+                first_parts = column_parts((first,), PARTS)
             else:
                 acc = gemm_tile(
                     h, w2, first_row, end_row, expert * D + col, (expert + 1) * D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
                 )
             next_task = claim(counters, FIRST_ROLE, LANES)
             rows = first_row + tl.arange(0, TILE_ROWS)
-            cols = col + tl.arange(0, BLOCK_N)
             origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
             source = origin // NUM_SLOTS
             address = region_address(peers_W, source, returned_offset_bytes)
             address += (origin % NUM_SLOTS).to(tl.int64) * (D * 2)
             if STAGED:
                 address = tl.where(source == rank, address, rows_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2))
-            tl.store(row_ptrs(address, cols), to_bf16(acc), mask=(rows < end_row)[:, None] & (cols < D)[None, :])
+            parts = column_parts((acc,), PARTS)
+            for part in tl.static_range(PARTS):
+                cols = col + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
+                tile_part = sum_of_two(first_parts[part], parts[part]) if BACKWARD else parts[part]
+                inside = (rows < end_row)[:, None] & (cols < D)[None, :]
+                tl.store(row_ptrs(address, cols), to_bf16(tile_part), mask=inside)
             signal_tile(output_ready + task, epoch)
             task = claimed(next_task, LANES)
 
@@ -178,10 +171,6 @@ def _gemm_combine_kernel(
         # A rank without rows still has one task, so that its peers hear from it.
         num_tasks = tl.where(fits, tl.maximum(num_tiles, 1), 0)
         task = take(counters, SECOND_ROLE)
-        if W > 1 and task < num_tasks:
-            wait_all_ranks(
-                peers_W, entered_flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _DISPATCH, W, RANKS
-            )
         while task < num_tasks:
             if task < num_tiles:
                 return_tile(
@@ -209,13 +198,11 @@ def _gemm_combine_kernel(
                     COPY_COLS,
                 )
             if is_last(counters, FINISHED, num_tasks):
-                signal_all_ranks(peers_W, returned_flags_offset_bytes, rank, epoch, watch, W, RANKS)
+                signal_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, W, RANKS)
             task = take(counters, SECOND_ROLE)
 
     if fits:
-        wait_all_ranks(
-            peers_W, returned_flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _RETURNED_ROWS, W, RANKS
-        )
+        wait_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _RETURNED_ROWS, W, RANKS)
     if REDUCE and fits:
         task = take(counters, THIRD_ROLE)
         while task * TASK_TOKENS < num_tokens:
@@ -265,7 +252,7 @@ def reduces_in_kernel(num_tokens: int, dim: int, *, score_before_experts: bool) 
 
 
 def returned_rows(num_tokens: int, heap: SymmetricHeap) -> Tensor:
-    """The rows [T, K, D] that came back in the last combine. They stay until this rank enters its next dispatch."""
+    """The rows [T, K, D] that came back in the last combine. They stay until this rank enters its next combine."""
     shape = heap.layout.shape
     return heap.region("returned")[: num_tokens * shape.top_k].view(num_tokens, shape.top_k, shape.dim)
 
@@ -403,7 +390,6 @@ def _launch(
         config.num_combine,
         heap.offset_bytes("returned"),
         heap.offset_bytes("returned_flags"),
-        heap.offset_bytes("entered_flags"),
         KERNEL=int(Kernel.GEMM_COMBINE_BACKWARD if backward else Kernel.GEMM_COMBINE),
         NUM_SLOTS=layout.max_tokens * shape.top_k,
         D=dim,
@@ -419,6 +405,7 @@ def _launch(
         TMA=tiles.use_tma,
         STAGED=staged,
         BACKWARD=backward,
+        PARTS=max(tiles.block_n // _PART_COLS, 1) if backward else 1,
         REDUCE=reduce,
         SCORED=scored,
         SAVE_ROWS=saved_TKD is not None,

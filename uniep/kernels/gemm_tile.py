@@ -10,7 +10,7 @@ operands read zeros, which change no bit.
 import triton
 import triton.language as tl
 
-from uniep.kernels.numerics import dot_bf16
+from uniep.kernels.numerics import INTERPRETED, dot_bf16, to_bf16
 
 
 @triton.jit
@@ -132,3 +132,68 @@ def gemm_tile_by_weight(
         b_tile = _load_weight(weight, expert, k * BLOCK_K, col, DEPTH, COLS, BLOCK_K, BLOCK_N, TMA)
         acc = dot_bf16(a_tile, b_tile, acc)
     return acc
+
+
+@triton.jit
+def gemm_tile_two(
+    a1,
+    weight1,
+    a3,
+    weight3,
+    row,
+    end_row,
+    expert,
+    col,
+    DEPTH: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """a1 @ weight1, packed by _pack_bf16, and a3 @ weight3 in fp32: one accumulator serves both in turn."""
+    acc = gemm_tile_by_weight(a1, weight1, row, end_row, expert, col, DEPTH, COLS, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
+    first = _pack_bf16(acc)
+    acc = gemm_tile_by_weight(a3, weight3, row, end_row, expert, col, DEPTH, COLS, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
+    return first, acc
+
+
+@triton.jit
+def _pack_bf16(tile):
+    """Rounds fp32 [M, N] to bf16, two neighbours of a row to an uint32 [M, N / 2]. Left to itself the compiler gives
+    each bf16 that lives through a loop a register of its own, and it would see through shifts: hence the instruction.
+    """
+    left, right = tile.reshape(tile.shape[0], tile.shape[1] // 2, 2).split()
+    if INTERPRETED:
+        left_bits = to_bf16(left).to(tl.float32).to(tl.uint32, bitcast=True)
+        right_bits = to_bf16(right).to(tl.float32).to(tl.uint32, bitcast=True)
+        packed = (left_bits >> 16) | right_bits
+    else:
+        packed = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [left, right], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return packed
+
+
+@triton.jit
+def sum_of_two(packed, acc):
+    """What gemm_tile_two returns, or the same columns of both: each product rounded to bf16, then their fp32 sum."""
+    left = (packed << 16).to(tl.float32, bitcast=True)
+    right = (packed & 0xFFFF0000).to(tl.float32, bitcast=True)
+    first = tl.join(left, right).reshape(acc.shape[0], acc.shape[1])
+    return first + to_bf16(acc).to(tl.float32)
+
+
+@triton.jit
+def column_parts(tiles, PARTS: tl.constexpr):
+    """PARTS tiles of neighbouring columns of one tile, in order, by halving. Moves nothing: a thread of the tensor
+    cores' layout holds whole rows."""
+    if len(tiles) == PARTS:
+        return tiles
+    else:
+        halves = ()
+        for i in tl.static_range(len(tiles)):
+            tile = tiles[i]
+            pair = tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()
+            halves = halves + pair
+        return column_parts(halves, PARTS)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from uniep.kernels.gemm_tile import gemm_tile_by_weight, gemm_tile_pair
+from uniep.kernels.gemm_tile import column_parts, gemm_tile_by_weight, gemm_tile_pair
 from uniep.kernels.swiglu import swiglu, swiglu_backward
 from uniep.kernels.tasks import THIRD_ROLE, claim
 
@@ -68,6 +68,7 @@ def hidden_grad_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
+    PARTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """grad_h = grad_y w2, through SwiGLU to grad_g and grad_u, and h once more for the gradient of w2. Returns the
@@ -75,13 +76,15 @@ def hidden_grad_tile(
     acc = gemm_tile_by_weight(grad_y, w2, first_row, end_row, expert, col, D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA)
     next_task = claim(counters, THIRD_ROLE, LANES)
     rows = first_row + tl.arange(0, TILE_ROWS)
-    cols = col + tl.arange(0, BLOCK_N)
-    place = rows[:, None].to(tl.int64) * F + cols[None, :]
-    inside = (rows < end_row)[:, None] & (cols < F)[None, :]
-    gate = tl.load(g_RF + place, mask=inside, other=0.0)
-    up = tl.load(u_RF + place, mask=inside, other=0.0)
-    grad_gate, grad_up, h = swiglu_backward(acc, gate, up)
-    tl.store(grad_g_RF + place, grad_gate, mask=inside)
-    tl.store(grad_u_RF + place, grad_up, mask=inside)
-    tl.store(h_RF + place, h, mask=inside)
+    parts = column_parts((acc,), PARTS)
+    for part in tl.static_range(PARTS):
+        cols = col + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
+        place = rows[:, None].to(tl.int64) * F + cols[None, :]
+        inside = (rows < end_row)[:, None] & (cols < F)[None, :]
+        gate = tl.load(g_RF + place, mask=inside, other=0.0)
+        up = tl.load(u_RF + place, mask=inside, other=0.0)
+        grad_gate, grad_up, h = swiglu_backward(parts[part], gate, up)
+        tl.store(grad_g_RF + place, grad_gate, mask=inside)
+        tl.store(grad_u_RF + place, grad_up, mask=inside)
+        tl.store(h_RF + place, h, mask=inside)
     return next_task

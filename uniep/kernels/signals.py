@@ -1,6 +1,7 @@
 """Flags between programs and between ranks, and waits that end in time.
 
-A flag is an int32 that holds the epoch of the launch that last set it. A producer's threads store their data, meet at a
+A flag is an int32 that holds the epoch of the launch that last set it, and so only grows: a wait for an epoch is also
+over when a fast peer has set a later one. A producer's threads store their data, meet at a
 CTA barrier, and then `signal`; a consumer waits for its epoch and then reads. System scope for flags that cross the
 link, device scope for the scoreboard of one rank. On the GPU these are PTX instructions, under the interpreter
 atomics, which are what it offers in their place.
@@ -163,14 +164,14 @@ def give_up(watch, KERNEL: tl.constexpr, task, WHAT: tl.constexpr, whom):
 def wait_flag(
     ptr, epoch, watch, timeout_us, KERNEL: tl.constexpr, task, WHAT: tl.constexpr, whom, SYSTEM: tl.constexpr
 ):
-    """Waits until one flag holds the epoch. Each thread looks for itself, so no barrier is needed after it."""
+    """Waits until one flag has reached the epoch. Each thread looks for itself, so no barrier is needed after it."""
     always = epoch == epoch
     flag = load_acquire(ptr, always, SYSTEM)
-    if flag != epoch:
+    if flag < epoch:
         start_ns = now_ns()
-        while (flag != epoch) & _may_go_on(start_ns, timeout_us, watch):
+        while (flag < epoch) & _may_go_on(start_ns, timeout_us, watch):
             flag = load_acquire(ptr, always, SYSTEM)
-        if flag != epoch:
+        if flag < epoch:
             give_up(watch, KERNEL, task, WHAT, whom)
 
 
@@ -178,16 +179,16 @@ def wait_flag(
 def wait_flags(
     ptr, mask, epoch, watch, timeout_us, KERNEL: tl.constexpr, task, WHAT: tl.constexpr, whom, SYSTEM: tl.constexpr
 ):
-    """Waits until all flags of a tensor hold the epoch; whom is a tensor that names each flag's owner.
+    """Waits until all flags of a tensor have reached the epoch; whom is a tensor that names each flag's owner.
 
     Each lane looks at its own flag, so the barrier at the end hands what one thread has acquired to all.
     """
-    missing = mask & (load_acquire(ptr, mask, SYSTEM) != epoch)
+    missing = mask & (load_acquire(ptr, mask, SYSTEM) < epoch)
     num_missing = tl.max(missing.to(tl.int32), 0)
     if num_missing > 0:
         start_ns = now_ns()
         while num_missing > 0:
-            missing = mask & (load_acquire(ptr, mask, SYSTEM) != epoch)
+            missing = mask & (load_acquire(ptr, mask, SYSTEM) < epoch)
             # The clock joins the reduction, so that all threads leave the loop in the same turn.
             num_missing = tl.max((missing & _may_go_on(start_ns, timeout_us, watch)).to(tl.int32), 0)
         blamed = tl.max(tl.where(missing, whom, -1), 0)

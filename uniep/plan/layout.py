@@ -3,20 +3,27 @@
 Letters as in uniep.shapes; M is max_tokens, the token slots of a rank, C the receive slots of a token (1, or K where a
 token is sent once for each expert).
 
-Nothing is cleared and no barrier stands between layers. Every forward runs exchange(i), plan(i), dispatch(i),
-combine(i) on one stream of each rank, and each kernel ends only after its waits. Let rank a write to rank b in layer
-i+1:
+Nothing is cleared and no barrier stands between layers. A forward runs exchange(i), plan(i), dispatch(i), combine(i) on
+one stream of each rank, a backward dispatch(i), combine(i), each under an epoch i of its own, and all ranks in the same
+order; each kernel ends only after its waits. A combine ends after the combine of the same epoch has sent all rows on
+every rank, for it waits for all returned flags. Let rank a write to rank b in epoch i+1:
 
-- routing (ids, scores): a is in exchange(i+1), so its combine(i) ended, so b's combine(i) sent all its rows, so b's
-  plan(i) and dispatch(i), earlier on b's stream, no longer read the ids and scores of layer i.
+- routing (ids, scores): a is in exchange(i+1), so its combine(i) ended, so b's combine(i) sent all its rows, so the
+  plans and dispatches up to i, earlier on b's stream, no longer read ids and scores, and copies of them that stand
+  before b's combine(i) are made.
 - received rows: a is in dispatch(i+1), so again its combine(i) ended and b's dispatch(i), whose relay reads them,
-  ended.
-- returned rows: a is in combine(i+1), so its exchange(i+1) ended, which waited for b's exchange(i+1), which stands
-  behind b's reduce(i), the last reader, on b's stream.
-- flags hold the epoch of the forward. A flag is written once an epoch and read before its data, so the same three edges
-  keep a rank from overwriting an epoch that a peer has yet to see.
+  ended. The same holds for the token flags, which that relay reads.
+- returned rows: a is in combine(i+1) and returns a row, for which its relay waited for b's token of epoch i+1. b sent
+  it in dispatch(i+1), which stands on b's stream behind all that reads the rows of epoch i: reduce(i), and what the
+  host launched after it. b writes the rows of its own experts itself, also in combine(i+1).
+- returned flags: a sets them at b also without a row for b, and before a backward, where no exchange holds a back,
+  perhaps before b has read those of epoch i. Flags only grow and a wait is for an epoch or a later one, so b misses
+  nothing: a's rows of epoch i stand before its flag of i+1.
+- routing flags: a is in exchange(i+1), so its last combine ended, so b's exchange, earlier on b's stream, ended.
 
-A rank signals every peer in exchange and combine also with zero rows, so the edges exist whatever the routing.
+A rank signals every peer in exchange and combine also with zero rows, so the edges exist whatever the routing. Where
+the rows of a forward had no room on b, b runs dispatch(i) and combine(i) again: it sends the same tokens to the same
+places and sets the same flags, and until then no rank leaves its combine(i).
 """
 
 from dataclasses import dataclass
@@ -83,7 +90,6 @@ class HeapLayout:
         num_receive_slots = ranks * slots * (top_k if self.copy_per_expert else 1)
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "routing_flags": ((ranks,), torch.int32),
-            "entered_flags": ((ranks,), torch.int32),
             "returned_flags": ((ranks,), torch.int32),
             "token_flags": ((num_receive_slots,), torch.int32),
             "expert_ids": ((ranks, slots, top_k), torch.int32),

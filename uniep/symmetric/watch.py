@@ -28,7 +28,6 @@ class What(IntEnum):
     INPUT_TILE = 3
     OUTPUT_TILE = 4
     RETURNED_ROWS = 5
-    DISPATCH = 6
 
 
 _WAITED_FOR = {
@@ -37,7 +36,6 @@ _WAITED_FOR = {
     What.INPUT_TILE: "its own relay to fill tile {whom}",
     What.OUTPUT_TILE: "its own GEMM to finish tile {whom}",
     What.RETURNED_ROWS: "the returned rows of rank {whom}",
-    What.DISPATCH: "the dispatch of rank {whom}",
 }
 
 
