@@ -37,7 +37,7 @@ from recipes.records import commit, versions
 from uniep.shapes import MoEShape
 
 ROOT = Path(__file__).parents[1]
-SAMPLES, CALLS = 7, 5
+SAMPLES, CALLS = 5, 20
 # What each switch of the fused kernels is set to when it is measured.
 SWITCHES: dict[str, dict[str, Any]] = {
     "relay off": {"copy_per_expert": True},

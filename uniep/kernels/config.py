@@ -54,8 +54,8 @@ class KernelConfig:
     # Four stages are worth 4 % of the up GEMM, whose reduction is long, and nothing in the down GEMM.
     up: TileConfig = TileConfig(num_stages=4)
     down: TileConfig = TileConfig()
-    num_dispatch: int = 20
-    num_relay: int = 32
+    num_dispatch: int = 16
+    num_relay: int = 16
     num_combine: int = 20
     copy_step_elements: int = 16_384
     by_priority: bool = True
