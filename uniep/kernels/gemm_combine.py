@@ -234,7 +234,7 @@ def launch_gemm_combine(
         w2 = TensorDescriptor.from_tensor(w2, [tiles.block_n, tiles.block_k])
     copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
     reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
-    _gemm_combine_kernel[(config.num_programs,)](
+    _gemm_combine_kernel[(config.num_programs * tiles.occupancy,)](
         h,
         w2,
         y_RD,
