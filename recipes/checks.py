@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 from pathlib import Path
 
 from torchtitan.config import JobConfig
@@ -28,6 +29,8 @@ def check_config(config: JobConfig, world_size: int) -> None:
         raise ConfigError(str(error)) from None
     if backend != "torchtitan":
         _check_ours(config, backend)
+    if backend == "uniep":
+        _check_uniep(config, world_size)
     try:
         check_data(config)
     except DataError as error:
@@ -167,6 +170,27 @@ def _check_ours(config: JobConfig, backend: str) -> None:
         raise ConfigError(
             f'[parallelism] expert_parallel_comm_backend must be "standard" with [uniep] backend = "{backend}", '
             f'got "{parallelism.expert_parallel_comm_backend}"'
+        )
+
+
+def _check_uniep(config: JobConfig, world_size: int) -> None:
+    """What the fused kernels need beyond the reference."""
+    if config.uniep.wait_timeout_s <= 0:
+        raise ConfigError(f"[uniep] wait_timeout_s must be greater than 0, got {config.uniep.wait_timeout_s:g}")
+    if config.training.mixed_precision_param != "bfloat16":
+        raise ConfigError(
+            '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", '
+            f'got "{config.training.mixed_precision_param}"'
+        )
+    if world_size == 1 and config.training.dtype != "bfloat16":
+        raise ConfigError(
+            '[training] dtype must be "bfloat16" with [uniep] backend = "uniep" on one GPU, where no FSDP casts the '
+            f'tokens, got "{config.training.dtype}"'
+        )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigError(
+            'CUDA_DEVICE_MAX_CONNECTIONS must be unset or at least 2 with [uniep] backend = "uniep", got 1: in one '
+            "hardware queue a collective that waits for a peer holds back the kernel that the peer waits for"
         )
 
 

@@ -405,3 +405,22 @@ def test_data_without_text(tmp_path):
 
 def test_misspelt_dataset_names_the_nearest():
     assert "did you mean stdlib?" in says("--training.dataset=stdlb")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "expected"),
+    [
+        (("--uniep.wait_timeout_s=0",), {}, "[uniep] wait_timeout_s must be greater than 0, got 0"),
+        ((), {}, '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"'),
+        (
+            ("--training.mixed_precision_param=bfloat16",),
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            "CUDA_DEVICE_MAX_CONNECTIONS must be unset or at least 2",
+        ),
+    ],
+)
+def test_what_the_fused_kernels_need(arguments, env, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert expected in says("--uniep.backend=uniep", *arguments)
