@@ -5,23 +5,29 @@ if [[ -z "${PYTHON:-}" ]]; then
   command -v nvidia-smi >/dev/null 2>&1 && extras="${extras:+$extras,}cuda"
   # The stamp holds what was installed, so that changed dependencies are installed anew.
   wanted="$(cksum pyproject.toml | cut -d' ' -f1,2) [$extras]"
+  # One installation at a time: nodes of a cluster may share this folder.
+  exec 9>.setup.lock
+  command -v flock >/dev/null 2>&1 && flock 9
   if ! grep -qxF -- "$wanted" .venv/installed 2>/dev/null; then
-    if [[ ! -x .venv/bin/python ]]; then
-      for base in python3.12 python3.11 python3; do
-        if "$base" -c 'import sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then break; fi
-        base=""
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+      base=""
+      for candidate in python3.12 python3.11 python3; do
+        if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+          2>/dev/null; then
+          base="$candidate"
+          break
+        fi
       done
       if [[ -z "$base" ]]; then
-        echo "error: Python must be 3.11 or 3.12 with its venv module, found none on the PATH" >&2
+        echo "error: Python must be 3.11 or 3.12 with its modules venv and ensurepip, found none on the PATH" >&2
         exit 2
       fi
-      echo "[setup 1/3] Making .venv with $("$base" --version)"
-      "$base" -m venv .venv
+      echo "[setup 1/2] Making .venv with $("$base" --version)"
+      "$base" -m venv --clear .venv
     fi
-    echo "[setup 2/3] Updating pip"
-    .venv/bin/python -m pip install --quiet --upgrade pip
-    echo "[setup 3/3] Installing the recipe${extras:+ with $extras} (about 1 GB without CUDA, several with it; minutes)"
-    if ! .venv/bin/python -m pip install --progress-bar off --editable ".${extras:+[$extras]}" 2>&1 |
+    echo "[setup 2/2] Installing the recipe${extras:+ with $extras} (about 1 GB without CUDA, several with it; minutes)"
+    if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+      --editable ".${extras:+[$extras]}" 2>&1 |
       tee .venv/install.log |
       { grep --line-buffered -E '^(Collecting|Downloading|Processing|Installing collected|ERROR)' || true; } |
       sed -u -E 's/^Installing collected packages.*/Installing the packages/; s/^/  /' | cut -c1-110; then
@@ -31,5 +37,6 @@ if [[ -z "${PYTHON:-}" ]]; then
     echo "$wanted" >>.venv/installed
     echo "[setup] Done"
   fi
+  exec 9>&-
   PYTHON=.venv/bin/python
 fi

@@ -2,7 +2,10 @@
 
 import difflib
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torchtitan.config import JobConfig
 
@@ -19,8 +22,9 @@ def check_config(config: JobConfig, world_size: int) -> None:
     Args:
         world_size: ranks of the whole run.
     """
+    _check_ranges(config)
     _check_model(config)
-    _check_parallelism(config, world_size)
+    batch_ranks = _check_parallelism(config, world_size)
     _check_training(config)
     try:
         backend = resolve_backend(config.uniep.backend)
@@ -28,14 +32,44 @@ def check_config(config: JobConfig, world_size: int) -> None:
         raise ConfigError(str(error)) from None
     if backend != "torchtitan":
         _check_ours(config, backend)
+    if backend == "uniep":
+        _check_uniep(config, world_size)
     try:
-        check_data(config)
+        check_data(config, batch_ranks)
     except DataError as error:
         raise ConfigError(str(error)) from None
 
 
+# (section, key, rule in words, rule). None is left to the default.
+_RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
+    ("training", "seq_len", "1 to 2^24", lambda value: 1 <= value <= 1 << 24),
+    ("training", "local_batch_size", "at least 1", lambda value: value >= 1),
+    ("training", "steps", "1 to 2^31", lambda value: 1 <= value <= 1 << 31),
+    ("training", "max_norm", "greater than 0", lambda value: value > 0),
+    ("metrics", "log_freq", "at least 1", lambda value: value >= 1),
+    ("optimizer", "name", '"Adam" or "AdamW"', lambda value: value in ("Adam", "AdamW")),
+    ("optimizer", "lr", "a finite number of at least 0", lambda value: 0 <= value < math.inf),
+    ("lr_scheduler", "warmup_steps", "at least 0", lambda value: value >= 0),
+    ("lr_scheduler", "decay_ratio", "0 to 1", lambda value: 0 <= value <= 1),
+    ("lr_scheduler", "min_lr_factor", "0 to 1", lambda value: 0 <= value <= 1),
+    ("checkpoint", "interval", "at least 1", lambda value: value >= 1),
+    ("debug", "seed", "0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63),
+    ("uniep", "wait_timeout_s", "greater than 0", lambda value: 0 < value < math.inf),
+    ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
+]
+
+
+def _check_ranges(config: JobConfig) -> None:
+    for section, key, words, fits in _RANGES:
+        value = getattr(getattr(config, section), key)
+        if value is not None and not fits(value):
+            raise ConfigError(f"[{section}] {key} must be {words}, got {value!r}")
+
+
 def _check_model(config: JobConfig) -> None:
     model = config.model
+    if model.name == JobConfig().model.name:  # TorchTitan's default, which is no MoE
+        raise ConfigError(f"[model] name must be given, one of {', '.join(FAMILIES)}")
     if model.name not in FAMILIES:
         raise ConfigError(
             f'[model] name must be one of {", ".join(FAMILIES)}, got "{model.name}"{_near(model.name, FAMILIES)}'
@@ -63,11 +97,6 @@ def _check_model(config: JobConfig) -> None:
 
 def _check_training(config: JobConfig) -> None:
     training, parallelism = config.training, config.parallelism
-    for key in ("seq_len", "local_batch_size", "steps"):
-        if getattr(training, key) < 1:
-            raise ConfigError(f"[training] {key} must be at least 1, got {getattr(training, key)}")
-    if config.metrics.log_freq < 1:
-        raise ConfigError(f"[metrics] log_freq must be at least 1, got {config.metrics.log_freq}")
     ac = config.activation_checkpoint
     if ac.selective_ac_option != "op" and not ac.selective_ac_option.isdigit():
         raise ConfigError(
@@ -89,14 +118,10 @@ def _check_training(config: JobConfig) -> None:
             f"[parallelism] context_parallel_degree must be 1 for the {args.attn_type} attention of "
             f'[model] flavor = "{config.model.flavor}", got {parallelism.context_parallel_degree}'
         )
-    if parallelism.pipeline_parallel_degree > 1 and FAMILIES[config.model.name].pipelining_fn is None:
-        raise ConfigError(
-            f'[parallelism] pipeline_parallel_degree must be 1 for [model] name = "{config.model.name}", '
-            f"got {parallelism.pipeline_parallel_degree}"
-        )
 
 
-def _check_parallelism(config: JobConfig, world_size: int) -> None:
+def _check_parallelism(config: JobConfig, world_size: int) -> int:
+    """Returns the data-parallel ranks, each of which reads text of its own."""
     parallelism = config.parallelism
     degrees = {
         key: getattr(parallelism, key)
@@ -113,6 +138,11 @@ def _check_parallelism(config: JobConfig, world_size: int) -> None:
     for key, degree in degrees.items():
         if degree < 1 and not (key == "data_parallel_shard_degree" and degree == -1):
             raise ConfigError(f"[parallelism] {key} must be at least 1, got {degree}")
+    if degrees["pipeline_parallel_degree"] > 1 and FAMILIES[config.model.name].pipelining_fn is None:
+        raise ConfigError(
+            f'[parallelism] pipeline_parallel_degree must be 1 for [model] name = "{config.model.name}", '
+            f"got {degrees['pipeline_parallel_degree']}"
+        )
     ep, etp = degrees["expert_parallel_degree"], degrees["expert_tensor_parallel_degree"]
     if etp not in (1, degrees["tensor_parallel_degree"]):
         raise ConfigError(
@@ -154,6 +184,7 @@ def _check_parallelism(config: JobConfig, world_size: int) -> None:
             f"[training] global_batch_size must be -1 or a multiple of local_batch_size * data-parallel ranks = "
             f"{training.local_batch_size} * {batch_ranks}, got {training.global_batch_size}"
         )
+    return batch_ranks
 
 
 def _check_ours(config: JobConfig, backend: str) -> None:
@@ -167,6 +198,25 @@ def _check_ours(config: JobConfig, backend: str) -> None:
         raise ConfigError(
             f'[parallelism] expert_parallel_comm_backend must be "standard" with [uniep] backend = "{backend}", '
             f'got "{parallelism.expert_parallel_comm_backend}"'
+        )
+
+
+def _check_uniep(config: JobConfig, world_size: int) -> None:
+    """What the fused kernels need beyond the reference."""
+    if config.training.mixed_precision_param != "bfloat16":
+        raise ConfigError(
+            '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", '
+            f'got "{config.training.mixed_precision_param}"'
+        )
+    if world_size == 1 and config.training.dtype != "bfloat16":
+        raise ConfigError(
+            '[training] dtype must be "bfloat16" with [uniep] backend = "uniep" on one GPU, where no FSDP casts the '
+            f'tokens, got "{config.training.dtype}"'
+        )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise ConfigError(
+            'CUDA_DEVICE_MAX_CONNECTIONS must be unset or at least 2 with [uniep] backend = "uniep", got 1: in one '
+            "hardware queue a collective that waits for a peer holds back the kernel that the peer waits for"
         )
 
 

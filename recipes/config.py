@@ -13,6 +13,15 @@ class Model:
 
 
 @dataclass
+class Checkpoint:
+    last_save_model_only: bool = False
+    """
+    Save the last step like every other, so that a finished run can be extended. True, TorchTitan's default, keeps
+    only the weights of the last step, from which no run goes on.
+    """
+
+
+@dataclass
 class UniEP:
     backend: Backend = "auto"
     """
@@ -33,4 +42,5 @@ class UniEP:
 @dataclass
 class JobConfig:
     model: Model = field(default_factory=Model)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     uniep: UniEP = field(default_factory=UniEP)

@@ -17,6 +17,7 @@ import datasets
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.tools.logging import logger
 
 EMBEDDED = "stdlib"
 LOCAL = "local"
@@ -83,8 +84,12 @@ def local_files(path: str) -> list[Path]:
     return found
 
 
-def check_data(job_config: JobConfig) -> None:
-    """Raises DataError where the configured data cannot be found or holds no text. Touches the first texts only."""
+def check_data(job_config: JobConfig, num_readers: int) -> None:
+    """Raises DataError where the configured data cannot be found or holds no text. Reads the first texts only.
+
+    Args:
+        num_readers: data-parallel ranks, each of which needs a text of its own.
+    """
     name, path = job_config.training.dataset.lower(), job_config.training.dataset_path
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1)
@@ -92,17 +97,26 @@ def check_data(job_config: JobConfig) -> None:
             f'[training] dataset must be one of {", ".join(sorted(DATASETS))}, got "{name}"'
             + (f"; did you mean {near[0]}?" if near else "")
         )
+    if name == EMBEDDED and path:
+        raise DataError(
+            f'[training] dataset_path is read with dataset = "{LOCAL}", got dataset = "{name}" and "{path}"'
+        )
     if name != LOCAL:
         return
     if not path:
         raise DataError(f'[training] dataset_path must name text files for dataset = "{LOCAL}", got nothing')
     files = local_files(path)
     try:
-        has_text = any(text.strip() for text in _first_texts(files))
+        num_texts = sum(1 for text in _first_texts(files) if text.strip())
     except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
         raise DataError(f'[training] dataset_path must hold readable text, got "{path}": {error}') from error
-    if not has_text:
+    if not num_texts:
         raise DataError(f'[training] dataset_path must hold text, got "{path}" with none in its first records')
+    if num_texts < num_readers:
+        raise DataError(
+            f"[training] dataset_path must hold a text for each of {num_readers} data-parallel ranks, "
+            f'got "{path}" with {num_texts}'
+        )
 
 
 def fingerprint(job_config: JobConfig) -> DataFingerprint:
@@ -157,7 +171,10 @@ def _load_local(path: str) -> datasets.Dataset:
     loaded = datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
     if "text" not in loaded.column_names:
         raise DataError(f'[training] dataset_path must hold records with a "text" field, got {loaded.column_names}')
-    return loaded.filter(lambda text: bool(text and text.strip()), input_columns="text")
+    kept = loaded.filter(lambda text: isinstance(text, str) and bool(text.strip()), input_columns="text")
+    if len(kept) < len(loaded):
+        logger.warning(f"{len(loaded) - len(kept)} of {len(loaded)} records of {path} hold no text and are left out")
+    return kept
 
 
 def _first_texts(files: list[Path], most: int = 1000) -> Iterator[str]:
@@ -170,9 +187,10 @@ def _first_texts(files: list[Path], most: int = 1000) -> Iterator[str]:
             yield file.read_text(encoding="utf-8")
         return
     stream = datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", streaming=True)
-    for record in stream.take(most):
+    for number, record in enumerate(stream.take(most), start=1):
         if not isinstance(record.get("text"), str):
-            raise ValueError(f'records must have a "text" field with a string, got fields {sorted(record)}')
+            fields = {name: type(value).__name__ for name, value in record.items()}
+            raise ValueError(f'record {number} must have a string in its field "text", got {fields}')
         yield record["text"]
 
 

@@ -1,6 +1,11 @@
-"""Checks the config, then starts torchrun on this node: `python -m recipes.launch [--section.key value ...]`.
+"""Checks the config, then starts torchrun on this node.
 
-`./run_train.sh` calls it. Environment variables, as in TorchTitan's own script:
+Trains a MoE:  [CONFIG_FILE=FILE.toml] [NGPU=N] ./run_train.sh [--section.key VALUE ...]
+
+  ./run_train.sh
+  CONFIG_FILE=train_configs/deepseek_v3_cpu.toml ./run_train.sh --training.steps 20 --uniep.backend reference
+
+Environment variables, as in TorchTitan's own script:
 
   CONFIG_FILE   the TOML of the run; without it a Qwen3 MoE that suits the machine
   NGPU          ranks on this node; without it one per GPU, or 2 on CPUs
@@ -8,14 +13,14 @@
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
                 several nodes: start the script on each; taken from SLURM's variables when present (one task per node)
 
-Every argument overrides the TOML: `--training.steps 20 --uniep.backend reference`.
-`--keys` prints every key with its default and its meaning.
+Every argument overrides the TOML. `--keys` prints every key with its default and its meaning.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -102,6 +107,13 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
             limit = f"1 to {num_gpus}, the GPUs of this node" if num_gpus else "at least 1"
             raise ConfigError(f"NGPU must be {limit}, got {ranks_per_node}")
         nodes = find_nodes(env)
+        if not 1 <= nodes.master_port < 1 << 16:
+            raise ConfigError(f"MASTER_PORT must be 1 to 65535, got {nodes.master_port}")
+        log_rank = env.get("LOG_RANK") or "0"
+        if not all(rank.isdecimal() and int(rank) < ranks_per_node for rank in log_rank.split(",")):
+            raise ConfigError(
+                f"LOG_RANK must be local ranks from 0 to {ranks_per_node - 1}, separated by commas, got {log_rank!r}"
+            )
         world_size = nodes.num_nodes * ranks_per_node
         if not _has(args, "job.config_file"):
             args = [*_config_arguments(env, args, has_gpu=num_gpus > 0, world_size=world_size), *args]
@@ -109,16 +121,26 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
             args = [*(arg for arg in args if arg != "--keys"), "--help"]
         config = load_config(args)
         check_config(config, world_size)
+        _check_writable(config.job.dump_folder)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not num_gpus and "OMP_NUM_THREADS" not in env:
         env = {**env, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks_per_node))}
-    command = torchrun_command(nodes, ranks_per_node, env.get("LOG_RANK", "0"), args)
+    command = torchrun_command(nodes, ranks_per_node, log_rank, args)
     where = f"{ranks_per_node} GPUs" if num_gpus else f"CPUs, {ranks_per_node} ranks (no GPU is visible)"
     print(f"Training {config.job.config_file} on {nodes.num_nodes} node(s), {where}", flush=True)
     os.execve(command[0], command, dict(env))
     raise AssertionError("unreachable")
+
+
+def _check_writable(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f'[job] dump_folder must be a folder that can be written, got "{folder}": {error}') from None
 
 
 def _config_arguments(env: Mapping[str, str], args: list[str], *, has_gpu: bool, world_size: int) -> list[str]:

@@ -67,7 +67,9 @@ def _config_path(args: list[str]) -> str | None:
 def _read_toml(path: str) -> dict[str, Any]:
     try:
         return tomli.loads(Path(path).read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError):
+    except IsADirectoryError:
+        raise ConfigError(f'--job.config_file must be a TOML file, got "{path}", which is a folder') from None
+    except FileNotFoundError:
         raise ConfigError(
             f'--job.config_file must be a TOML file, got "{path}", which does not exist{_similar(path)}'
         ) from None
@@ -110,8 +112,14 @@ def _nearest(config_class: type, section: tuple[str, ...], key: str) -> str:
 
 def _check_arguments(config_class: type, args: list[str]) -> None:
     valid = {".".join(key): kind for key, kind in known_keys(config_class)}
+    is_value = False  # of the key before it
     for index, arg in enumerate(args):
-        if not arg.startswith("--") or arg in ("--", "--help"):
+        if arg == "--help":
+            continue
+        if arg == "--" or not arg.startswith("--"):
+            if not is_value:
+                raise ConfigError(f"arguments must be --section.key VALUE or --section.key=VALUE, got {arg!r}")
+            is_value = False
             continue
         name, equals, value = arg[2:].partition("=")
         name = name.replace("-", "_")
@@ -121,19 +129,22 @@ def _check_arguments(config_class: type, args: list[str]) -> None:
             near = difflib.get_close_matches(name, valid, n=1)
             raise ConfigError(f"--{name} is not a known key" + (f"; did you mean --{near[0]}?" if near else ""))
         kind = valid.get(name, bool)
+        if kind is bool and equals:
+            raise ConfigError(
+                f"--{name} takes no value: write --{name} for true, --{'.'.join([*section, 'no_' + key])} for false"
+            )
         if not equals and kind is not bool and index + 1 < len(args) and not args[index + 1].startswith("--"):
             value = args[index + 1]
+        is_value = not equals and kind is not bool
         if kind is not bool and not _parses(value, kind):
             raise ConfigError(f"--{name} must be {_describe(kind)}, got {value!r}")
 
 
 def _parses(text: str, expected: Any) -> bool:
     """Whether text on the command line can be a value of a type."""
-    if expected is int:
-        return text.removeprefix("-").isdigit()
-    if expected is float:
+    if expected in (int, float):
         try:
-            float(text)
+            expected(text)
         except ValueError:
             return False
         return True

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -197,7 +198,8 @@ class RecipeMetrics(MetricsProcessor):
                 "backend": {"requested": config.uniep.backend, "ran": None},
                 "data": asdict(fingerprint(config)),
             },
-            may_continue=config.checkpoint.enable,
+            may_continue=config.checkpoint.enable
+            and any(Path(config.job.dump_folder, config.checkpoint.folder).glob("step-*")),
         )
         if config.metrics.enable_wandb:
             try:

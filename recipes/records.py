@@ -44,7 +44,8 @@ class StepRecord:
 class RunRecords:
     """Writes both files. A restarted run goes on where its checkpoint ends; later steps are run and written anew.
 
-    run.json is replaced as a whole and metrics.jsonl is flushed every step, so that a crash costs at most one line.
+    Nothing is written before the first step is done: a start that fails leaves older records as they were. run.json is
+    replaced as a whole and metrics.jsonl is flushed every step, so that a crash costs at most one line.
     """
 
     def __init__(self, folder: str, run: dict[str, Any], *, may_continue: bool):
@@ -52,7 +53,7 @@ class RunRecords:
         Args:
             folder: the run's folder, made if need be.
             run: what run.json says.
-            may_continue: whether this run can be the continuation of one whose records lie here (it has checkpoints).
+            may_continue: whether this run goes on from a checkpoint of the one whose records lie here.
         """
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -61,16 +62,15 @@ class RunRecords:
         self.run_id: str = continued.get("run_id") or uuid.uuid4().hex[:12]
         self._run = {"run_id": self.run_id, "restarts": continued.get("restarts", -1) + 1} | run
         self._metrics: TextIO | None = None
-        self._write_run()
 
     def note(self, **facts: Any) -> None:
-        """Adds facts that are known only once the model stands."""
+        """Adds facts that are known only once the model stands, before the first step is written."""
         self._run |= facts
-        self._write_run()
 
     def write_step(self, record: StepRecord) -> None:
         if self._metrics is None:
             self._metrics = self._open_metrics(record.step)
+            _replace(self._folder / RUN_FILE, _to_json(self._run))
         self._metrics.write(json.dumps(vars(record), separators=(", ", ": ")) + "\n")
         self._metrics.flush()
 
@@ -78,25 +78,20 @@ class RunRecords:
         if self._metrics is not None:
             self._metrics.close()
 
-    def _write_run(self) -> None:
-        partial = self._folder / (RUN_FILE + ".partial")
-        _write_json(partial, self._run)
-        os.replace(partial, self._folder / RUN_FILE)
-
     def _open_metrics(self, first_step: int) -> TextIO:
         path = self._folder / METRICS_FILE
         if path.exists() and first_step == 1:
             kept = _free_folder(self._folder)
             path.rename(kept / METRICS_FILE)
             if self._earlier is not None:
-                _write_json(kept / RUN_FILE, self._earlier)
+                _replace(kept / RUN_FILE, _to_json(self._earlier))
             logger.warning(f"The records in {self._folder} are of an earlier run; they are kept in {kept}")
         elif path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             before = [line for line in lines if _step_of(line) < first_step]
             if len(before) < len(lines):
                 logger.info(f"Steps from {first_step} on are run again; {len(lines) - len(before)} lines are replaced")
-                path.write_text("".join(before), encoding="utf-8")
+                _replace(path, "".join(before))
         return open(path, "a", encoding="utf-8")
 
 
@@ -146,8 +141,15 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, default=str, ensure_ascii=False) + "\n", encoding="utf-8")
+def _to_json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, default=str, ensure_ascii=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _step_of(line: str) -> float:

@@ -34,16 +34,17 @@ from recipes.backend import RoutedBackend, open_backend
 from recipes.config import UniEP
 from recipes.experts import UniEPMoE
 from recipes.records import commit, versions
+from uniep.kernels.config import TileConfig
 from uniep.shapes import MoEShape
 
 ROOT = Path(__file__).parents[1]
-SAMPLES, CALLS = 7, 5
+SAMPLES, CALLS = 5, 20
 # What each switch of the fused kernels is set to when it is measured.
 SWITCHES: dict[str, dict[str, Any]] = {
     "relay off": {"copy_per_expert": True},
     "priority off": {"by_priority": False},
     "static roles": {"dynamic_roles": False},
-    "direct combine": {"staged_combine": False},
+    "staged combine": {"staged_combine": True, "num_combine": 20, "down": TileConfig()},
 }
 
 

@@ -159,7 +159,7 @@ SWEEP: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(({}, {"num_stages": number}) for number in (4,)),
     ({"by_priority": False}, {}),
     ({"dynamic_roles": False}, {}),
-    ({"staged_combine": False}, {}),
+    ({"staged_combine": True, "num_combine": 20}, {"block_n": 256, "num_warps": 8, "occupancy": 1}),
 ]
 
 

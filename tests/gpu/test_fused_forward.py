@@ -71,7 +71,7 @@ CASES = {
     "copy_per_expert": Case(copy_per_expert=True),
     "by_token": Case(switches={"by_priority": False}),
     "static_roles": Case(switches={"dynamic_roles": False}),
-    "direct_combine": Case(switches={"staged_combine": False}),
+    "staged_combine": Case(switches={"staged_combine": True}),
 }
 
 

@@ -117,5 +117,5 @@ def test_inputs_are_checked() -> None:
 
 
 def test_static_roles_need_programs_for_each() -> None:
-    with pytest.raises(ValueError, match="num_programs must be more than 52 with static roles, got 40"):
-        KernelConfig(num_programs=40, dynamic_roles=False)
+    with pytest.raises(ValueError, match="num_programs must be more than 32 with static roles, got 30"):
+        KernelConfig(num_programs=30, dynamic_roles=False)

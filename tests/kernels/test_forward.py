@@ -96,7 +96,7 @@ CASES = {
     "no_room_at_first": Case(2, 4, (9, 9), room_rows=3, num_calls=2),
     "copy_per_expert": Case(2, 4, (9, 9), copy_per_expert=True),
     "by_token": Case(2, 4, (9, 9), config=replace(CONFIG, by_priority=False)),
-    "direct_combine": Case(2, 4, (9, 9), config=replace(CONFIG, staged_combine=False)),
+    "staged_combine": Case(2, 4, (9, 9), config=replace(CONFIG, staged_combine=True)),
 }
 
 

@@ -33,14 +33,14 @@ def job(dataset: str, path: str | Path | None = None, tokenizer: Path = TOKENIZE
 
 
 def load(path: str | Path) -> list[str]:
-    check_data(job("local", path))
+    check_data(job("local", path), 1)
     config = DATASETS["local"]
     return [config.sample_processor(sample) for sample in config.loader(str(path))]
 
 
 def refused(path: str | Path) -> str:
     with pytest.raises(DataError) as caught:
-        check_data(job("local", path))
+        check_data(job("local", path), 1)
     text = str(caught.value)
     assert "[training] dataset_path" in text
     assert str(path) in text
@@ -235,19 +235,19 @@ def test_jsonl_without_a_line(tmp_path):
 
 def test_wrong_field(tmp_path):
     text = refused(write_jsonl(tmp_path / "a.jsonl", [{"content": "a", "id": 1}]))
-    assert '"text" field' in text
+    assert 'field "text"' in text
     assert "content" in text
 
 
 @pytest.mark.parametrize("value", [3, ["a"], {"a": "b"}])
 def test_text_that_is_no_string(tmp_path, value):
-    assert '"text" field' in refused(write_jsonl(tmp_path / "a.jsonl", [{"text": value}]))
+    assert 'field "text"' in refused(write_jsonl(tmp_path / "a.jsonl", [{"text": value}]))
 
 
 def test_wrong_field_of_parquet(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"body": TEXTS}), path)
-    assert '"text" field' in refused(path)
+    assert 'field "text"' in refused(path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
@@ -264,7 +264,7 @@ def test_text_file_that_is_not_utf8(tmp_path):
 
 def test_local_needs_a_path():
     with pytest.raises(DataError, match="dataset_path must name text files"):
-        check_data(job("local"))
+        check_data(job("local"), 1)
 
 
 def test_the_tokenizer_knows_every_byte():

@@ -276,8 +276,26 @@ def test_bad_config_at_a_shell():
 
 
 def test_a_failing_rank_makes_the_exit_status(tmp_path: Path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")  # no folder can be made below it
-    done = start(f"--job.dump_folder={blocked}/run", "--training.steps=1", *SHRINK, NGPU="2")
+    converter = "--model.converters=no_such_converter"  # TorchTitan looks it up when the model stands
+    done = start(f"--job.dump_folder={tmp_path}", converter, "--training.steps=1", *SHRINK, NGPU="2")
     assert "Training " in done.stdout, done.stderr
     assert done.returncode not in (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"LOG_RANK": "abc"}, "LOG_RANK must be local ranks from 0 to 1"),
+        ({"LOG_RANK": "0,2"}, "LOG_RANK must be local ranks from 0 to 1"),
+        ({"MASTER_PORT": "99999999"}, "MASTER_PORT must be 1 to 65535"),
+    ],
+)
+def test_wrong_variables(env, expected, capsys):
+    assert launch.main([], {"NGPU": "2", **env}) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert launch.main([f"--job.dump_folder={tmp_path}/file/run"], {"NGPU": "2"}) == 2
+    assert "[job] dump_folder must be a folder that can be written" in capsys.readouterr().err

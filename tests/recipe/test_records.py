@@ -68,14 +68,16 @@ def test_hex_keeps_every_bit(tmp_path, loss):
     assert found == loss or (math.isnan(loss) and math.isnan(found))
 
 
-def test_run_json_is_written_at_once_and_takes_notes(tmp_path):
+def test_run_json_is_written_with_the_first_step(tmp_path):
+    write(tmp_path, range(1, 3), may_continue=False, loss=1.0)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     records = RunRecords(str(tmp_path), {"commit": "abc"}, may_continue=False)
-    run = read_run(tmp_path)
-    assert (run["commit"], run["restarts"]) == ("abc", 0)
-    assert run["run_id"] == records.run_id
     records.note(backend={"ran": "reference"})
-    assert read_run(tmp_path) == run | {"backend": {"ran": "reference"}}
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before, "a start that fails changes nothing"
+    records.write_step(record(1))
+    run = read_run(tmp_path)
+    assert (run["commit"], run["restarts"], run["backend"]) == ("abc", 0, {"ran": "reference"})
+    assert run["run_id"] == records.run_id
 
 
 def test_a_restart_replaces_the_steps_behind_its_checkpoint(tmp_path):
@@ -318,6 +320,7 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
 
 def test_run_json_holds_what_a_run_depends_on(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch)
+    run.step(1, 4.0)
     found = read_run(tmp_path)
     assert found["config"]["model"]["flavor"] == "cpu"
     assert found["config"]["uniep"]["backend"] == "auto"

@@ -388,3 +388,23 @@ def test_fsdp_leaves_the_scores_in_fp32():
         "out": torch.bfloat16,
         "grad_scores": torch.float32,
     }
+
+
+def test_a_finished_run_goes_on(tmp_path, capsys):
+    """Started again it has nothing to do; with more steps it goes on where it ended."""
+    options = ("--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=6")
+    folder = tmp_path / "run"
+    train(folder, "--training.steps=4", *options)
+    records = [(folder / name).read_text() for name in ("run.json", "metrics.jsonl")]
+    train(folder, "--training.steps=4", *options)
+    assert [(folder / name).read_text() for name in ("run.json", "metrics.jsonl")] == records
+    train(folder, "--training.steps=6", *options)
+    train(tmp_path / "whole", "--training.steps=6", "--lr_scheduler.total_steps=6")
+    assert compare_runs.main([str(folder), str(tmp_path / "whole")]) == 0, capsys.readouterr().out
+
+
+def test_fewer_texts_than_ranks_is_refused(tmp_path):
+    (tmp_path / "one.jsonl").write_text('{"text": "one"}\n')
+    done = launch(tmp_path / "run", "--training.dataset=local", f"--training.dataset_path={tmp_path}/one.jsonl")
+    assert done.returncode == 2
+    assert "must hold a text for each of 2 data-parallel ranks" in done.stderr

@@ -17,6 +17,7 @@ class TileConfig:
         block_k: step along the reduction dimension.
         num_warps: warps of a program, in every role.
         num_stages: tiles in flight along the reduction dimension.
+        occupancy: programs that a multiprocessor holds at once: one's epilogue then runs beside another's products.
         use_tma: operands through TMA descriptors (Hopper) instead of pointers; worth 13 % there.
     """
 
@@ -24,6 +25,7 @@ class TileConfig:
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 3
+    occupancy: int = 1
     use_tma: bool = True
 
     def __post_init__(self) -> None:
@@ -41,7 +43,8 @@ class KernelConfig:
         down_grad: tiles of the backward's dispatch + GEMM through w2.
         up_grad: tiles of the backward's GEMM through w1 and w3 + combine.
         wgrad: tiles of the weight gradients; None for those that fit the device.
-        num_programs: programs of a launch, one a multiprocessor. Any number from 1 makes progress.
+        num_programs: programs of a launch, or with an occupancy above 1 that many times more: one for each place on a
+            multiprocessor. Any number from 1 makes progress.
         num_dispatch: N_disp, programs that begin with sending tokens.
         num_relay: N_relay, programs that begin with relaying.
         num_combine: N_comb, programs that begin with returning rows.
@@ -50,24 +53,25 @@ class KernelConfig:
         by_priority: send first what the first experts want (False only for measuring).
         dynamic_roles: roles by arrival, and a program without tasks goes on to the next role. False, for measuring,
             ties roles to program ids; it needs all programs resident at once.
-        staged_combine: rows of other ranks go through a local buffer. False, for measuring, lets the GEMM's epilogue
-            store them across the link, which stalls it.
+        staged_combine: rows of other ranks go through a local buffer, from which num_combine programs send them,
+            instead of straight from the GEMM's epilogue across the link. The epilogue stalls on the link, but with two
+            programs on a multiprocessor the other computes meanwhile.
     """
 
     num_programs: int
     # Four stages are worth 4 % of the up GEMM, whose reduction is long, and nothing in the down GEMM.
     up: TileConfig = TileConfig(num_stages=4)
-    down: TileConfig = TileConfig()
+    down: TileConfig = TileConfig(block_n=128, num_warps=4, occupancy=2)
     down_grad: TileConfig = TileConfig()
-    up_grad: TileConfig = TileConfig()
+    up_grad: TileConfig = TileConfig(block_n=128, num_warps=4, occupancy=2)
     wgrad: WgradConfig | None = None
-    num_dispatch: int = 20
-    num_relay: int = 32
-    num_combine: int = 20
+    num_dispatch: int = 16
+    num_relay: int = 16
+    num_combine: int = 2
     copy_step_elements: int = 16_384
     by_priority: bool = True
     dynamic_roles: bool = True
-    staged_combine: bool = True
+    staged_combine: bool = False
 
     def __post_init__(self) -> None:
         for what in ("num_programs", "num_dispatch", "num_relay", "num_combine"):
@@ -86,11 +90,11 @@ def default_config(device: torch.device) -> KernelConfig:
         return replace(config, up=tiles, down=tiles, down_grad=tiles, up_grad=tiles)
     properties = torch.cuda.get_device_properties(device)
     use_tma = properties.major >= 9
-    tiles = TileConfig(use_tma=use_tma)
+    to_combine = TileConfig(block_n=128, num_warps=4, occupancy=2, use_tma=use_tma)
     return KernelConfig(
         num_programs=properties.multi_processor_count,
         up=TileConfig(num_stages=4, use_tma=use_tma),
-        down=tiles,
-        down_grad=tiles,
-        up_grad=tiles,
+        down=to_combine,
+        down_grad=TileConfig(use_tma=use_tma),
+        up_grad=to_combine,
     )

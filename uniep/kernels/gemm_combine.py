@@ -365,7 +365,7 @@ def _launch(
     rows_RD = torch.empty(room_rows, dim, dtype=torch.bfloat16, device=scores_TK.device) if staged else out_TD
     copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
     reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
-    _gemm_combine_kernel[(config.num_programs,)](
+    _gemm_combine_kernel[(config.num_programs * tiles.occupancy,)](
         *operands,
         rows_RD,
         scores_TK,
