@@ -145,12 +145,15 @@ def capture_launches(
 
 WIDE = TileConfig()
 DEEP = TileConfig(num_stages=4)
+# Those of KernelConfig for both combines.
+TWO_PROGRAMS = TileConfig(block_n=128, num_warps=4, occupancy=2)
 POINTERS = TileConfig(block_n=128, block_k=32, use_tma=False)
 # (name, shape, tokens, tiles, architecture, scores before experts)
 LAUNCHES = [
     ("qwen3-30b-a3b", MoEShape(128, 8, 2048, 768, 2), 8192, WIDE, 90, False),
     ("deepseek-v3-e64", MoEShape(64, 8, 7168, 2048, 2), 8192, DEEP, 90, False),
     ("kimi-linear-48b-a3b", MoEShape(256, 8, 2304, 1024, 8), 8192, DEEP, 90, True),
+    ("qwen3-30b-a3b-two-programs", MoEShape(128, 8, 2048, 768, 2), 8192, TWO_PROGRAMS, 90, False),
     ("one-rank", MoEShape(8, 2, 2304, 128, 1), 100, WIDE, 90, False),
     ("before-hopper", MoEShape(64, 6, 2048, 1408, 2), 8192, POINTERS, 80, False),
 ]
@@ -158,7 +161,8 @@ LAUNCHES = [
 
 def main() -> None:
     for index, (name, shape, num_tokens, tiles, arch, score_before_experts) in enumerate(LAUNCHES):
-        config = KernelConfig(num_programs=132, up=tiles, down=tiles, down_grad=tiles, up_grad=tiles)
+        wide = TileConfig() if tiles is TWO_PROGRAMS else tiles
+        config = KernelConfig(num_programs=132, up=wide, down=tiles, down_grad=wide, up_grad=tiles)
         for capture in capture_launches(shape, num_tokens, config, score_before_experts=score_before_experts):
             # The small kernels hardly depend on the shape.
             if index == 0 or shape.ep_degree == 1 or "gemm" in capture.kernel.__name__:
