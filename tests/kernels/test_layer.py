@@ -1,6 +1,7 @@
 """The layer with autograd on ranks of a gloo group: output and gradients are the reference's; and how heaps meet."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,16 +36,21 @@ def test_gradients_are_the_references(score_before_experts: bool, tmp_path: Path
         rank = heap.rank
         group = open_group(tmp_path, rank)
         results = []
-        for moe in (reference_moe, fused_moe):
+        fused: dict[str, Any] = {"heap": heap, "config": CONFIG, "group": group}
+        for moe, more in (
+            (reference_moe, {"group": group}),
+            (fused_moe, fused),
+            (fused_moe, fused | {"fused_backward": True}),
+        ):
             inputs = [t.clone().requires_grad_() for t in (batch.x[rank], batch.scores[rank], *batch.weights(rank))]
             x, scores, w1, w2, w3 = inputs
-            more = {"group": group} if moe is reference_moe else {"heap": heap, "config": CONFIG}
             out = moe(x, scores, ids[rank], w1, w2, w3, score_before_experts=score_before_experts, **more)
             grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
             results.append((out.detach(), *grads))
-        for want, got in zip(*results, strict=True):
-            assert want.dtype == got.dtype
-            assert torch.equal(want, got)
+        for results_of_fused in results[1:]:
+            for want, got in zip(results[0], results_of_fused, strict=True):
+                assert want.dtype == got.dtype
+                assert torch.equal(want, got)
         dist.destroy_process_group()
 
     run_ranks(LAYOUT, body)

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
-from uniep.kernels.numerics import to_bf16
+from uniep.kernels.numerics import INTERPRETED, to_bf16
 
 
 @triton.jit
@@ -31,16 +32,21 @@ def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_backward(grad_h, gate, up):
     """(bf16 grad_g, bf16 grad_u, bf16 h) of the fp32 accumulator of grad_h and of the bf16 halves, as autograd does it.
 
-    silu'(x) is s * (1 + x * (1 - s)) in fp32 behind the incoming gradient, as torch.ops.aten.silu_backward computes it;
-    the operations before it are each rounded to bf16.
+    silu'(x) is s * (1 + x * (1 - s)) in fp32 behind the incoming gradient, as torch.ops.aten.silu_backward computes
+    it, with one fused multiply-add; the operations before it are each rounded to bf16. Its sigmoid is exact: unlike in
+    the forward any gradient may come behind it, and an approximation shows after the rounding.
     """
     grad_h = to_bf16(grad_h).to(tl.float32)
     x = gate.to(tl.float32)
     up = up.to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    if INTERPRETED:
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        sigmoid = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-x))
     silu = to_bf16(x / (1.0 + tl.exp(-x))).to(tl.float32)
     grad_silu = to_bf16(grad_h * up).to(tl.float32)
-    grad_gate = to_bf16(grad_silu * sigmoid * (1.0 + x * (1.0 - sigmoid)))
+    slope = tl.fma(x, 1.0 - sigmoid, tl.full(x.shape, 1.0, tl.float32))
+    grad_gate = to_bf16(grad_silu * sigmoid * slope)
     return grad_gate, to_bf16(grad_h * silu), to_bf16(silu * up)
 
 
