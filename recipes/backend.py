@@ -51,7 +51,7 @@ def resolve_backend(requested: Backend) -> Backend:
     """
     has_gpu = torch.cuda.is_available()
     if requested == "auto":
-        return "reference"
+        return "uniep" if has_gpu else "reference"
     if requested in ("torchtitan", "uniep") and not has_gpu:
         why = {
             "torchtitan": "TorchTitan's MoE block permutes tokens with a GPU kernel",
@@ -79,7 +79,7 @@ def open_backend(
         max_tokens: the most tokens that a rank brings to a layer.
         ep_mesh: the expert-parallel ranks, or None for one.
         options: the [uniep] section.
-        switches: for measuring, fields of KernelConfig and HeapLayout to set, and fused_backward of fused_moe.
+        switches: for measuring, fields of KernelConfig and HeapLayout to set.
 
     Raises:
         HeapError: the fused kernels' symmetric memory could not be opened.
@@ -93,9 +93,8 @@ def open_backend(
     heap, memory = _open_heap(layout, group, device, options)
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
-    fused_backward = settings.pop("fused_backward", False)
     config = replace(default_config(device), **settings)
-    run = functools.partial(fused_moe, heap=heap, config=config, group=group, fused_backward=fused_backward)
+    run = functools.partial(fused_moe, heap=heap, config=config)
     return RoutedBackend(name, run, {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}, heap.close)
 
 

@@ -28,7 +28,7 @@ class UniEP:
     Which MoE block runs.
     - "torchtitan": TorchTitan's own block, untouched.
     - "reference": ours in plain PyTorch and collectives, on GPUs and CPUs. The same bits as "torchtitan" on GPUs.
-    - "uniep": the fused forward kernels, with the backward of "reference".
+    - "uniep": the fused kernels. The same bits as "torchtitan".
     - "auto": the best of these that this machine runs; the log and run.json say which.
     """
 

@@ -204,7 +204,7 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
     stock = build_stock(layer, mesh, device)
     backends = {
         "reference": opened("reference"),
-        "uniep": opened("uniep", {"fused_backward": options.fused_backward}),
+        "uniep": opened("uniep"),
     }
     if options.switches:
         backends |= {switch: opened("uniep", settings) for switch, settings in SWITCHES.items()}
@@ -297,7 +297,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--experts", type=int, help="cut the shapes to this many experts")
     parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
     parser.add_argument("--switches", action="store_true", help="also time each measuring switch")
-    parser.add_argument("--fused-backward", action="store_true", help="with --pass both, ours with the fused backward")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     chosen = layers(options)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from uniep.kernels.build_plan import launch_build_plan, plan_of
@@ -22,7 +21,6 @@ from uniep.kernels.gemm_combine import (
 )
 from uniep.kernels.wgrad import default_wgrad_config, launch_wgrad
 from uniep.plan.token_map import RoutingPlan
-from uniep.reference import reference_moe
 from uniep.symmetric.heap import SymmetricHeap
 
 _Result = TypeVar("_Result")
@@ -286,42 +284,6 @@ class _FusedMoE(torch.autograd.Function):
         return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None
 
 
-class _FusedForwardMoE(torch.autograd.Function):
-    """The fused forward and the reference's backward. The reference computes its own forward once more, whose bits are
-    the same, so nothing but the inputs is saved."""
-
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        scores_TK: Tensor,
-        expert_ids_TK: Tensor,
-        w1_LFD: Tensor,
-        w2_LDF: Tensor,
-        w3_LFD: Tensor,
-        score_before_experts: bool,
-        heap: SymmetricHeap,
-        config: KernelConfig,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        inputs = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
-        ctx.save_for_backward(*inputs)
-        ctx.options = {"score_before_experts": score_before_experts, "group": group}
-        return fused_forward(*inputs, score_before_experts=score_before_experts, heap=heap, config=config)
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        x_TD, scores_TK, expert_ids_TK, *weights = ctx.saved_tensors
-        with torch.enable_grad():
-            inputs = [tensor.detach().requires_grad_() for tensor in (x_TD, scores_TK, *weights)]
-            x_TD, scores_TK, w1_LFD, w2_LDF, w3_LFD = inputs
-            out_TD = reference_moe(x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, **ctx.options)
-        grad_x, grad_scores, *grad_weights = torch.autograd.grad(out_TD, inputs, grads[0])
-        return grad_x, grad_scores, None, *grad_weights, None, None, None, None
-
-
 def fused_moe(
     x_TD: Tensor,
     scores_TK: Tensor,
@@ -333,10 +295,8 @@ def fused_moe(
     score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
-    group: dist.ProcessGroup | None,
-    fused_backward: bool = False,
 ) -> Tensor:
-    """The routed experts of one MoE layer, as `uniep.reference.reference_moe`, with the fused forward.
+    """The routed experts of one MoE layer, bit for bit `uniep.reference.reference_moe`, forward and backward.
 
     All ranks of the heap make the same forwards and backwards in the same order, each on one stream.
 
@@ -348,14 +308,10 @@ def fused_moe(
         score_before_experts: scale the experts' inputs instead of their outputs.
         heap: open, of the layer's shape; shared by all layers of that shape.
         config: how the kernels share the GPU.
-        group: the expert-parallel ranks, or None for one rank; the reference's backward communicates by it.
-        fused_backward: use the fused backward, which has not been seen to keep every bit on GPUs yet.
     """
     tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        if fused_backward:
-            return _FusedMoE.apply(*tensors, score_before_experts, heap, config)
-        return _FusedForwardMoE.apply(*tensors, score_before_experts, heap, config, group)
+        return _FusedMoE.apply(*tensors, score_before_experts, heap, config)
     return fused_forward(*tensors, score_before_experts=score_before_experts, heap=heap, config=config)
 
 

@@ -44,8 +44,8 @@ class Case:
         config = default_config(torch.device("cuda"))
         share = config.num_programs // num_ranks
         tiles = replace(config.up, **self.tiles)
-        roles = {"num_dispatch": max(share // 6, 1), "num_relay": max(share // 4, 1), "num_combine": max(share // 6, 1)}
-        return replace(config, num_programs=share, up=tiles, down=tiles, **(roles | self.switches))
+        switches = {"num_programs": share, "num_dispatch": max(share // 6, 1), "num_relay": max(share // 4, 1), "num_combine": max(share // 6, 1)}
+        return replace(config, up=tiles, down=tiles, **(switches | self.switches))
 
 
 CASES = {

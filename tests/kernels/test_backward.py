@@ -65,8 +65,6 @@ def run_layer(inputs: list[Tensor], expert_ids: Tensor, case: Case, heap: Symmet
         score_before_experts=case.score_before_experts,
         heap=heap,
         config=backward_config(case.config),
-        group=None,
-        fused_backward=True,
     )
 
 

@@ -59,7 +59,7 @@ class WgradConfig:
     num_warps: int = 8
     num_stages: int = 4
     use_tma: bool = True
-    ragged_tma: bool = False
+    ragged_tma: bool = True
 
     def __post_init__(self) -> None:
         for what in ("num_programs", "group_f", "num_warps", "num_stages"):

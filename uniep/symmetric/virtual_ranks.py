@@ -36,13 +36,15 @@ def run_side_by_side(
 ) -> list[Any]:
     """Drives one generator a rank, each on its stream, step by step, and returns what they return.
 
-    Every rank must take the same steps, each of which launches at most one kernel that waits for peers: so all ranks'
-    kernels are launched before the host waits for any of them.
+    Each step launches at most one kernel that waits for peers: so all ranks' kernels are launched before the host waits
+    for any of them. A rank may take more steps than the others.
     """
     torch.cuda.synchronize()
     results: dict[int, Any] = {}
     while len(results) < len(forwards):
         for rank, (forward, stream) in enumerate(zip(forwards, streams, strict=True)):
+            if rank in results:
+                continue
             with torch.cuda.stream(stream):
                 try:
                     next(forward)
