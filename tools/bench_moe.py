@@ -34,7 +34,7 @@ from recipes.backend import RoutedBackend, open_backend
 from recipes.config import UniEP
 from recipes.experts import UniEPMoE
 from recipes.records import commit, versions
-from uniep.kernels.config import TileConfig
+from uniep.kernels.config import CombineConfig
 from uniep.shapes import MoEShape
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "relay off": {"copy_per_expert": True},
     "priority off": {"by_priority": False},
     "static roles": {"dynamic_roles": False},
-    "staged combine": {"staged_combine": True, "num_combine": 20, "down": TileConfig()},
+    "staged combine": {"staged_combine": True, "down": CombineConfig(num_combine=20)},
 }
 
 

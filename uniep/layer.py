@@ -19,6 +19,7 @@ from uniep.kernels.gemm_combine import (
     reduces_in_kernel,
     returned_rows,
 )
+from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
 from uniep.kernels.wgrad import default_wgrad_config, launch_wgrad
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
@@ -218,7 +219,9 @@ def backward_steps(
 
 
 def _grad_scores(grad_TD: Tensor, y_TKD: Tensor, scores_TK: Tensor) -> Tensor:
-    """The stock block's own operation, so its bits are its own."""
+    """The stock block's own operation, or where its order is known a kernel with the same bits."""
+    if grad_TD.is_cuda and dots_in_kernel(*y_TKD.shape):
+        return launch_score_grad(grad_TD, y_TKD)
     return torch.bmm(grad_TD.float().unsqueeze(1), y_TKD.float().transpose(1, 2)).view_as(scores_TK)
 
 

@@ -13,15 +13,14 @@ import json
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from uniep.kernels.build_plan import launch_build_plan
-from uniep.kernels.config import KernelConfig, TileConfig, default_config
+from uniep.kernels.config import KernelConfig, default_config
 from uniep.kernels.dispatch_gemm import launch_dispatch_gemm
 from uniep.kernels.exchange_routing import launch_exchange_routing
 from uniep.kernels.gemm_combine import launch_gemm_combine, reduces_in_kernel
@@ -47,23 +46,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--score-before-experts", action="store_true")
     parser.add_argument("--copy-per-expert", action="store_true")
     parser.add_argument("--timeout-s", type=float, default=20.0)
-    parser.add_argument("--sweep", action="store_true", help="time the parts with one tunable changed at a time")
     parser.add_argument("--absent-rank", type=int, help="a rank that stays away from the last forward")
-    for config in (KernelConfig, TileConfig):
-        for item in fields(config):
-            if item.type in (int, bool, int | None):
-                kind = (lambda text: text == "1") if item.type is bool else int
-                parser.add_argument(f"--{item.name.replace('_', '-')}", type=kind, default=argparse.SUPPRESS)
+    parser.add_argument("--num-programs", type=int, help="programs of a launch; all multiprocessors without it")
     return parser.parse_args()
-
-
-def config_of(arguments: argparse.Namespace, device: torch.device) -> KernelConfig:
-    """The default configuration with what the command line sets; tiles are set for both kernels."""
-    given = vars(arguments)
-    config = default_config(device)
-    tiles = {item.name: given[item.name] for item in fields(TileConfig) if item.name in given}
-    others = {item.name: given[item.name] for item in fields(KernelConfig) if item.name in given}
-    return replace(config, up=replace(config.up, **tiles), down=replace(config.down, **tiles), **others)
 
 
 def median_ms(run: Callable[[], object], num_samples: int) -> float:
@@ -150,32 +135,10 @@ def gemms_alone(num_rows_L: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Calla
 # About 1.5 ms.
 PAUSE_CYCLES = 3_000_000
 
-# Changes of one tunable: of the launch, and of the tiles of both kernels.
-SWEEP: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *(({"num_dispatch": number}, {}) for number in (8, 12, 16, 24, 32)),
-    *(({"num_relay": number}, {}) for number in (16, 24, 48, 64, 80)),
-    *(({"num_combine": number}, {}) for number in (12, 16, 24, 32, 40)),
-    *(({"copy_step_elements": number}, {}) for number in (8192, 32768)),
-    *(({}, {"num_stages": number}) for number in (4,)),
-    ({"by_priority": False}, {}),
-    ({"dynamic_roles": False}, {}),
-    ({"staged_combine": True, "num_combine": 20}, {"block_n": 256, "num_warps": 8, "occupancy": 1}),
-]
-
-
-def sweep(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, calls: int) -> None:
-    """Prints a JSON line a change, with the medians of its parts on rank 0."""
-    for launch, tile in SWEEP:
-        changed = replace(config, **launch, up=replace(config.up, **tile), down=replace(config.down, **tile))
-        times = time_parts(inputs, heap, changed, calls)
-        if heap.rank == 0:
-            print(json.dumps({"changed": launch | tile} | times), flush=True)
-
 
 def beside_all_gather(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, score: dict[str, bool]) -> int:
-    """Elements that differ when an NCCL all-gather on another stream is enqueued before the forward on even ranks and
-    after
-    it on odd ones: neither may hold the other back."""
+    """Elements that differ when an NCCL all-gather on another stream is enqueued before the forward on even ranks
+    and after it on odd ones: neither may hold the other back."""
     side = torch.cuda.Stream()
     part = torch.randn(32 << 20, device=inputs[0].device)
     whole = part.new_empty(len(part) * heap.num_ranks)
@@ -206,7 +169,8 @@ def main() -> None:
     shape = MoEShape(arguments.experts, arguments.top_k, arguments.dim, arguments.hidden_dim, group.size())
     layout = HeapLayout(shape, arguments.tokens, copy_per_expert=arguments.copy_per_expert)
     open_heap = open_nvshmem if arguments.heap == "nvshmem" else open_torch_symmetric
-    config = config_of(arguments, device)
+    config = default_config(device)
+    config = replace(config, num_programs=arguments.num_programs or config.num_programs)
     num_local, num_tokens = shape.num_local_experts, arguments.tokens
     torch.manual_seed(1 + rank)
     up_shape, down_shape = (num_local, shape.hidden_dim, shape.dim), (num_local, shape.dim, shape.hidden_dim)
@@ -245,8 +209,6 @@ def main() -> None:
             line["unequal_beside_all_gather"] = beside_all_gather(inputs, heap, config, score)
         if rank == 0:
             print(json.dumps(line), flush=True)
-        if arguments.sweep and int(totals) == 0:
-            sweep(inputs, heap, config, arguments.timed_calls)
         if arguments.absent_rank is not None:
             dist.barrier()
             if rank != arguments.absent_rank:

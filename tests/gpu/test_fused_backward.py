@@ -1,7 +1,6 @@
 """The fused backward on one GPU: W virtual ranks, a stream and a share of the multiprocessors each, against the
 reference, every bit."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.gpu.test_fused_forward import CASES, Case, draw_ids
-from uniep.kernels.wgrad import default_wgrad_config
 from uniep.kernels.swiglu import swiglu_backward, swiglu_backward_ref
 from uniep.layer import backward_steps, forward_steps
 from uniep.plan.layout import HeapLayout
@@ -59,10 +57,6 @@ def test_equals_reference(name: str, num_ranks: int) -> None:
     )
     weights = [torch.randn(s, device="cuda").mul_(0.03).bfloat16() for s in (up_shape, down_shape, up_shape)]
     config = case.config(num_ranks)
-    # One program a multiprocessor: the kernels of all ranks, of which some wait for others, have room together.
-    down_grad, up_grad = (replace(tiles, occupancy=1, **case.tiles) for tiles in (config.down_grad, config.up_grad))
-    wgrad = replace(default_wgrad_config(torch.device("cuda")), num_programs=config.num_programs)
-    config = replace(config, down_grad=down_grad, up_grad=up_grad, wgrad=wgrad)
     layout = HeapLayout(shape, max(tokens), copy_per_expert=case.copy_per_expert)
     heaps = open_virtual_ranks(layout, device="cuda", timeout_s=20.0)
     streams = [torch.cuda.Stream() for _ in heaps]

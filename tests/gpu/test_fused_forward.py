@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from uniep.kernels.config import KernelConfig, default_config
+from uniep.kernels.config import CombineConfig, KernelConfig, default_config
 from uniep.kernels.swiglu import swiglu, swiglu_ref
+from uniep.kernels.wgrad import default_wgrad_config
 from uniep.layer import forward_steps
 from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
@@ -41,11 +42,21 @@ class Case:
         return [self.num_tokens[min(rank, len(self.num_tokens) - 1)] for rank in range(num_ranks)]
 
     def config(self, num_ranks: int) -> KernelConfig:
+        """Every launch with this case's tiles, one program a multiprocessor: the kernels of all ranks, of which some
+        wait for others, have room together."""
         config = default_config(torch.device("cuda"))
         share = config.num_programs // num_ranks
-        tiles = replace(config.up, **self.tiles)
-        switches = {"num_programs": share, "num_dispatch": max(share // 6, 1), "num_relay": max(share // 4, 1), "num_combine": max(share // 6, 1)}
-        return replace(config, up=tiles, down=tiles, **(switches | self.switches))
+        dispatch_roles = {"num_dispatch": max(share // 6, 1), "num_relay": max(share // 4, 1)}
+        combine_roles = {"num_combine": max(share // 6, 1)}
+        return replace(
+            config,
+            **{"num_programs": share} | self.switches,
+            up=replace(config.up, **dispatch_roles | self.tiles),
+            down=CombineConfig(**combine_roles | self.tiles),
+            down_grad=replace(config.down_grad, **dispatch_roles | self.tiles),
+            up_grad=replace(config.up_grad, occupancy=1, **combine_roles | self.tiles),
+            wgrad=replace(default_wgrad_config(torch.device("cuda")), num_programs=share),
+        )
 
 
 CASES = {

@@ -29,8 +29,6 @@ LAYERS = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "steps_of_64": {"block_t": 64},
-    "ragged_tma": {"ragged_tma": True},
-    "ragged_tma_steps_of_64": {"block_t": 64, "ragged_tma": True},
     "pointers": {"block_d": 128, "num_stages": 3, "use_tma": False},
 }
 
@@ -100,7 +98,7 @@ def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_poisoned_outputs")
-@pytest.mark.parametrize("variant", ["default", "steps_of_64", "ragged_tma_steps_of_64"])
+@pytest.mark.parametrize("variant", ["default", "steps_of_64"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_bits_of_the_layers(name: str, variant: str) -> None:
     config, shape = config_of(variant), LAYERS[name]
@@ -149,7 +147,7 @@ def test_repeats_its_bits() -> None:
         assert differing(operands.launch(shape, config), first) == [0, 0, 0]
 
 
-@pytest.mark.parametrize("variant", ["default", "ragged_tma", "pointers"])
+@pytest.mark.parametrize("variant", ["default", "pointers"])
 def test_rows_past_2_to_the_31_elements(variant: str) -> None:
     config, shape = config_of(variant), MoEShape(2, 1, 7168, 256)
     if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:

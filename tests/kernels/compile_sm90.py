@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.kernels import build_plan
-from uniep.kernels.config import KernelConfig, TileConfig
+from uniep.kernels.config import LAUNCHES, KernelConfig
 from uniep.kernels.dispatch_gemm import launch_dispatch_gemm, launch_dispatch_gemm_backward
 from uniep.kernels.exchange_routing import launch_exchange_routing
 from uniep.kernels.gemm_combine import launch_gemm_combine, launch_gemm_combine_backward
@@ -143,13 +143,12 @@ def capture_launches(
     return captures
 
 
-WIDE = TileConfig()
-DEEP = TileConfig(num_stages=4)
-# Those of KernelConfig for both combines.
-TWO_PROGRAMS = TileConfig(block_n=128, num_warps=4, occupancy=2)
-POINTERS = TileConfig(block_n=128, block_k=32, use_tma=False)
+WIDE, DEEP = {"block_n": 256, "num_warps": 8, "occupancy": 1}, {"num_stages": 4}
+# The defaults, with two programs a multiprocessor in both combines.
+TWO_PROGRAMS: dict[str, Any] = {}
+POINTERS = {"block_n": 128, "block_k": 32, "num_warps": 8, "occupancy": 1, "use_tma": False}
 # (name, shape, tokens, tiles, architecture, scores before experts)
-LAUNCHES = [
+SHAPES = [
     ("qwen3-30b-a3b", MoEShape(128, 8, 2048, 768, 2), 8192, WIDE, 90, False),
     ("deepseek-v3-e64", MoEShape(64, 8, 7168, 2048, 2), 8192, DEEP, 90, False),
     ("kimi-linear-48b-a3b", MoEShape(256, 8, 2304, 1024, 8), 8192, DEEP, 90, True),
@@ -160,14 +159,14 @@ LAUNCHES = [
 
 
 def main() -> None:
-    for index, (name, shape, num_tokens, tiles, arch, score_before_experts) in enumerate(LAUNCHES):
-        wide = TileConfig() if tiles is TWO_PROGRAMS else tiles
-        config = KernelConfig(num_programs=132, up=wide, down=tiles, down_grad=wide, up_grad=tiles)
+    for index, (name, shape, num_tokens, tiles, arch, score_before_experts) in enumerate(SHAPES):
+        config = KernelConfig(num_programs=132)
+        config = replace(config, **{name: replace(getattr(config, name), **tiles) for name in LAUNCHES})
         for capture in capture_launches(shape, num_tokens, config, score_before_experts=score_before_experts):
             # The small kernels hardly depend on the shape.
             if index == 0 or shape.ep_degree == 1 or "gemm" in capture.kernel.__name__:
                 for launch, (_, kwargs) in enumerate(capture.launches):
-                    row = {"shape": name, "arch": arch, "num_stages": tiles.num_stages}
+                    row = {"shape": name, "arch": arch, "tiles": tiles}
                     row |= {"backward": kwargs.get("BACKWARD", False)} | compile_launch(capture, arch, launch)
                     print(json.dumps(row), flush=True)
 

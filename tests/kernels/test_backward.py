@@ -28,9 +28,9 @@ WGRAD = WgradConfig(num_programs=2, block_f=32, block_d=64, use_tma=False)
 
 
 def backward_config(config: KernelConfig) -> KernelConfig:
-    """The forward's tiles in the backward."""
+    """The forward's tiles and roles in the backward."""
     wgrad = replace(WGRAD, use_tma=config.up.use_tma)
-    return replace(config, down_grad=replace(config.down, block_n=32), up_grad=config.down, wgrad=wgrad)
+    return replace(config, down_grad=replace(config.up, block_n=32), up_grad=config.down, wgrad=wgrad)
 
 
 def draw_grads(batch: Batch, seed: int, *, exact: bool) -> list[Tensor]:

@@ -9,25 +9,21 @@ from torch import Tensor
 
 from tests.kernels.oracle import Batch, draw_batch, moe_ref
 from tests.kernels.ranks import run_ranks
-from uniep.kernels.config import KernelConfig, TileConfig
+from uniep.kernels.config import KernelConfig, default_config
 from uniep.layer import fused_forward
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
 
 TILE_ROWS = 16
-SMALL_TILES = TileConfig(block_n=64, block_k=32, use_tma=False)
-CONFIG = KernelConfig(
-    num_programs=3,
-    up=SMALL_TILES,
-    down=SMALL_TILES,
-    down_grad=SMALL_TILES,
-    up_grad=SMALL_TILES,
-    num_dispatch=1,
-    num_relay=1,
-    num_combine=1,
+CONFIG = default_config(torch.device("cpu"))
+WITH_TMA = replace(CONFIG, up=replace(CONFIG.up, use_tma=True), down=replace(CONFIG.down, use_tma=True))
+MANY_ROLES = replace(
+    CONFIG,
+    num_programs=7,
+    up=replace(CONFIG.up, num_dispatch=2, num_relay=2),
+    down=replace(CONFIG.down, num_combine=3),
 )
-TMA_TILES = replace(SMALL_TILES, use_tma=True)
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ CASES = {
     "one_token": Case(2, 8, (1, 1), num_local=8),
     "different_tokens": Case(4, 2, (1, 9, 0, 4), num_local=2, num_calls=3),
     "odd_dims": Case(2, 2, (12, 12), dim=72, hidden_dim=40),
-    "odd_dims_tma": Case(2, 2, (12, 12), dim=72, hidden_dim=40, config=replace(CONFIG, up=TMA_TILES, down=TMA_TILES)),
+    "odd_dims_tma": Case(2, 2, (12, 12), dim=72, hidden_dim=40, config=WITH_TMA),
     "scores_first": Case(2, 6, (9, 9), score_before_experts=True),
     "scores_first_top_2": Case(2, 2, (9, 9), score_before_experts=True),
     "normal_data": Case(2, 4, (12, 12), dim=72, hidden_dim=40, exact=False),
@@ -90,9 +86,7 @@ CASES = {
     "torch_reduces": Case(2, 4, (12, 12), reduce_in_kernel=False),
     "torch_reduces_no_tokens": Case(2, 2, (0, 5), reduce_in_kernel=False),
     "one_program": Case(2, 4, (12, 12), config=replace(CONFIG, num_programs=1), num_calls=3),
-    "many_programs": Case(
-        2, 4, (12, 12), config=replace(CONFIG, num_programs=7, num_dispatch=2, num_relay=2, num_combine=3)
-    ),
+    "many_programs": Case(2, 4, (12, 12), config=MANY_ROLES),
     "no_room_at_first": Case(2, 4, (9, 9), room_rows=3, num_calls=2),
     "copy_per_expert": Case(2, 4, (9, 9), copy_per_expert=True),
     "by_token": Case(2, 4, (9, 9), config=replace(CONFIG, by_priority=False)),

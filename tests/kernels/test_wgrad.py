@@ -22,8 +22,7 @@ from uniep.shapes import MoEShape, ShapeError
 
 POINTERS = WgradConfig(num_programs=3, block_f=64, block_d=128, use_tma=False)
 TMA = WgradConfig(num_programs=2, block_f=64, block_d=128, block_t=64)
-RAGGED_TMA = WgradConfig(num_programs=2, block_f=64, block_d=128, block_t=64, ragged_tma=True)
-CONFIGS = {"pointers": POINTERS, "tma": TMA, "ragged_tma": RAGGED_TMA}
+CONFIGS = {"pointers": POINTERS, "tma": TMA}
 MAX_SHARED_BYTES = 227 * 1024
 
 # grad_g, grad_u, grad_y, x, h.
@@ -176,8 +175,6 @@ def test_refuses_what_does_not_fit() -> None:
         launch_wgrad(*operands, expert_offsets, shape=MoEShape(2, 1, 128, 60), config=POINTERS)
     with pytest.raises(ValueError, match="block_t must be a power of two"):
         WgradConfig(1, block_t=48)
-    with pytest.raises(ValueError, match="ragged_tma must be False"):
-        WgradConfig(1, use_tma=False, ragged_tma=True)
 
 
 def test_compiles_for_hopper(tmp_path: Path) -> None:
@@ -202,7 +199,7 @@ COMPILED = [
     (MoEShape(128, 8, 2048, 768, 2), WgradConfig(132), 90),
     (MoEShape(128, 8, 2048, 768, 2), WgradConfig(132, block_t=64), 90),
     (MoEShape(512, 10, 2048, 512), WgradConfig(132, block_t=64), 90),
-    (MoEShape(64, 6, 2304, 1408, 2), WgradConfig(132, block_t=64, ragged_tma=True), 90),
+    (MoEShape(64, 6, 2304, 1408, 2), WgradConfig(132, block_t=64), 90),
     (MoEShape(64, 6, 2048, 1408, 2), WgradConfig(108, block_d=128, num_stages=3, use_tma=False), 80),
 ]
 

@@ -1,11 +1,21 @@
 """The tunables of the two fused kernels, and the switches that exist for measuring."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from uniep.kernels.wgrad import WgradConfig
 from uniep.plan.layout import MIN_TILE_COLS
+
+# The fields of KernelConfig that are launches, in the order in which they run.
+LAUNCHES = ("up", "down", "down_grad", "up_grad")
+
+
+def _check_counts(config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
 
 
 @dataclass(frozen=True)
@@ -34,20 +44,49 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
+class DispatchConfig(TileConfig):
+    """Of dispatch + GEMM.
+
+    Attributes:
+        num_dispatch: N_disp, programs that begin with sending tokens.
+        num_relay: N_relay, programs that begin with relaying.
+    """
+
+    num_dispatch: int = 16
+    num_relay: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_counts(self, "num_dispatch", "num_relay")
+
+
+@dataclass(frozen=True)
+class CombineConfig(TileConfig):
+    """Of GEMM + combine.
+
+    Attributes:
+        num_combine: N_comb, programs that begin with returning rows.
+    """
+
+    num_combine: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_counts(self, "num_combine")
+
+
+@dataclass(frozen=True)
 class KernelConfig:
     """How the programs of a forward and of a backward share the work.
 
     Attributes:
-        up: tiles of dispatch + up GEMM.
-        down: tiles of down GEMM + combine.
-        down_grad: tiles of the backward's dispatch + GEMM through w2.
-        up_grad: tiles of the backward's GEMM through w1 and w3 + combine.
+        up: dispatch + up GEMM.
+        down: down GEMM + combine.
+        down_grad: the backward's dispatch + GEMM through w2.
+        up_grad: the backward's GEMM through w1 and w3 + combine.
         wgrad: tiles of the weight gradients; None for those that fit the device.
         num_programs: programs of a launch, or with an occupancy above 1 that many times more: one for each place on a
             multiprocessor. Any number from 1 makes progress.
-        num_dispatch: N_disp, programs that begin with sending tokens.
-        num_relay: N_relay, programs that begin with relaying.
-        num_combine: N_comb, programs that begin with returning rows.
         copy_step_elements: elements that a program copies at once. 16,384 are eight 16-byte loads in flight a thread at
             8 warps, and a copy waits for memory.
         by_priority: send first what the first experts want (False only for measuring).
@@ -60,41 +99,37 @@ class KernelConfig:
 
     num_programs: int
     # Four stages are worth 4 % of the up GEMM, whose reduction is long, and nothing in the down GEMM.
-    up: TileConfig = TileConfig(num_stages=4)
-    down: TileConfig = TileConfig(block_n=128, num_warps=4, occupancy=2)
-    down_grad: TileConfig = TileConfig()
-    up_grad: TileConfig = TileConfig(block_n=128, num_warps=4, occupancy=2)
+    up: DispatchConfig = DispatchConfig(num_stages=4)
+    down: CombineConfig = CombineConfig(block_n=128, num_warps=4, occupancy=2)
+    down_grad: DispatchConfig = DispatchConfig()
+    up_grad: CombineConfig = CombineConfig(block_n=128, num_warps=4, occupancy=2)
     wgrad: WgradConfig | None = None
-    num_dispatch: int = 16
-    num_relay: int = 16
-    num_combine: int = 2
     copy_step_elements: int = 16_384
     by_priority: bool = True
     dynamic_roles: bool = True
     staged_combine: bool = False
 
     def __post_init__(self) -> None:
-        for what in ("num_programs", "num_dispatch", "num_relay", "num_combine"):
-            if getattr(self, what) < 1:
-                raise ValueError(f"{what} must be at least 1, got {getattr(self, what)}")
-        roles = max(self.num_dispatch + self.num_relay, self.num_combine)
-        if not self.dynamic_roles and self.num_programs <= roles:
-            raise ValueError(f"num_programs must be more than {roles} with static roles, got {self.num_programs}")
+        _check_counts(self, "num_programs")
+        needed = max(
+            *(launch.num_dispatch + launch.num_relay for launch in (self.up, self.down_grad)),
+            *(launch.num_combine for launch in (self.down, self.up_grad)),
+        )
+        if not self.dynamic_roles and self.num_programs <= needed:
+            raise ValueError(f"num_programs must be more than {needed} with static roles, got {self.num_programs}")
 
 
 def default_config(device: torch.device) -> KernelConfig:
     """A configuration that fits the device: all multiprocessors and TMA where there is one, small tiles on a CPU."""
     if device.type != "cuda":
-        tiles = TileConfig(block_n=64, block_k=32, use_tma=False)
-        config = KernelConfig(num_programs=3, num_dispatch=1, num_relay=1, num_combine=1)
-        return replace(config, up=tiles, down=tiles, down_grad=tiles, up_grad=tiles)
+        tiles: dict[str, Any] = {"block_n": 64, "block_k": 32, "use_tma": False}
+        dispatch, combine = DispatchConfig(**tiles, num_dispatch=1, num_relay=1), CombineConfig(**tiles, num_combine=1)
+        return KernelConfig(num_programs=3, up=dispatch, down=combine, down_grad=dispatch, up_grad=combine)
     properties = torch.cuda.get_device_properties(device)
-    use_tma = properties.major >= 9
-    to_combine = TileConfig(block_n=128, num_warps=4, occupancy=2, use_tma=use_tma)
-    return KernelConfig(
-        num_programs=properties.multi_processor_count,
-        up=TileConfig(num_stages=4, use_tma=use_tma),
-        down=to_combine,
-        down_grad=TileConfig(use_tma=use_tma),
-        up_grad=to_combine,
-    )
+    config = KernelConfig(num_programs=properties.multi_processor_count)
+    if properties.major >= 9:
+        return config
+    pointers: dict[str, Any] = {
+        "block_n": 128, "block_k": 32, "num_warps": 8, "num_stages": 3, "occupancy": 1, "use_tma": False
+    }  # fmt: skip
+    return replace(config, **{name: replace(getattr(config, name), **pointers) for name in LAUNCHES})

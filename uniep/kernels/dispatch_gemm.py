@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from uniep.kernels.config import KernelConfig, TileConfig
+from uniep.kernels.config import DispatchConfig, KernelConfig
 from uniep.kernels.copy_shape import CHUNK_TOKENS, copy_shape
 from uniep.kernels.hidden_tile import hidden_grad_tile, up_tile
 from uniep.kernels.relay import relay_tile
@@ -368,7 +368,7 @@ def _launch(
     heap: SymmetricHeap,
     *,
     config: KernelConfig,
-    tiles: TileConfig,
+    tiles: DispatchConfig,
     block_n: int,
     epoch: int,
     backward: bool,
@@ -399,8 +399,8 @@ def _launch(
         epoch,
         heap.timeout_us,
         len(rows_RD),
-        config.num_dispatch,
-        config.num_relay,
+        tiles.num_dispatch,
+        tiles.num_relay,
         heap.offset_bytes("received"),
         heap.offset_bytes("token_flags"),
         KERNEL=int(Kernel.DISPATCH_GEMM_BACKWARD if backward else Kernel.DISPATCH_GEMM),

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from uniep.kernels.config import KernelConfig, TileConfig
+from uniep.kernels.config import CombineConfig, KernelConfig
 from uniep.kernels.copy_shape import copy_shape
 from uniep.kernels.gemm_tile import column_parts, gemm_tile, gemm_tile_two, sum_of_two
 from uniep.kernels.memory import region_address, row_ptrs
@@ -351,7 +351,7 @@ def _launch(
     heap: SymmetricHeap,
     *,
     config: KernelConfig,
-    tiles: TileConfig,
+    tiles: CombineConfig,
     room_rows: int,
     epoch: int,
     backward: bool,
@@ -387,7 +387,7 @@ def _launch(
         epoch,
         heap.timeout_us,
         room_rows,
-        config.num_combine,
+        tiles.num_combine,
         heap.offset_bytes("returned"),
         heap.offset_bytes("returned_flags"),
         KERNEL=int(Kernel.GEMM_COMBINE_BACKWARD if backward else Kernel.GEMM_COMBINE),

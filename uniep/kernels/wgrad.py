@@ -47,8 +47,6 @@ class WgradConfig:
         num_warps: warps of a program.
         num_stages: steps in flight.
         use_tma: operands and results through TMA descriptors (Hopper) instead of pointers.
-        ragged_tma: an expert's last, partial step is cut by the TMA unit too and stays in the pipeline, instead of a
-            masked load after it.
     """
 
     num_programs: int
@@ -59,7 +57,6 @@ class WgradConfig:
     num_warps: int = 8
     num_stages: int = 4
     use_tma: bool = True
-    ragged_tma: bool = True
 
     def __post_init__(self) -> None:
         for what in ("num_programs", "group_f", "num_warps", "num_stages"):
@@ -69,8 +66,6 @@ class WgradConfig:
             value = getattr(self, what)
             if value < 16 or value & (value - 1):
                 raise ValueError(f"{what} must be a power of two from 16, got {value}")
-        if self.ragged_tma and not self.use_tma:
-            raise ValueError("ragged_tma must be False without use_tma, got True")
 
 
 def default_wgrad_config(device: torch.device) -> WgradConfig:
@@ -106,7 +101,6 @@ def wgrad_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     TMA: tl.constexpr,
-    RAGGED: tl.constexpr,
 ):
     """left[first_row:end_row, m:]^T @ right[first_row:end_row, n:], fp32 [BLOCK_M, BLOCK_N].
 
@@ -115,18 +109,11 @@ def wgrad_tile(
     """
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     num_rows = end_row - first_row
-    if RAGGED:
+    if TMA:
+        # The TMA unit cuts an expert's last, partial step too, so it stays in the pipeline.
         for row in range(0, num_rows, BLOCK_T):
             left_tile = load_ragged(left_tma, first_row, num_rows, [row, m])
             right_tile = load_ragged(right_tma, first_row, num_rows, [row, n])
-            acc = dot_bf16(left_tile.T, right_tile, acc)
-    elif TMA:
-        whole_end = first_row + num_rows // BLOCK_T * BLOCK_T
-        for row in range(first_row, whole_end, BLOCK_T):
-            acc = dot_bf16(left_tma.load([row, m]).T, right_tma.load([row, n]), acc)
-        if whole_end < end_row:
-            left_tile = _load_rows(left, whole_end, end_row, m, M, BLOCK_T, BLOCK_M)
-            right_tile = _load_rows(right, whole_end, end_row, n, N, BLOCK_T, BLOCK_N)
             acc = dot_bf16(left_tile.T, right_tile, acc)
     else:
         for row in range(first_row, end_row, BLOCK_T):
@@ -214,7 +201,6 @@ def _wgrad_kernel(
     GROUP_F: tl.constexpr,
     RANK_STEP: tl.constexpr,
     TMA: tl.constexpr,
-    RAGGED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """One queue of tiles: the experts by falling number of rows, of each first w1 and w3 in turns, then w2.
@@ -260,7 +246,7 @@ def _wgrad_kernel(
         else:
             left_tma, right_tma = None, None
         acc = wgrad_tile(
-            left, right, left_tma, right_tma, first_row, end_row, f, d, F, D, BLOCK_F, BLOCK_D, BLOCK_T, TMA, RAGGED
+            left, right, left_tma, right_tma, first_row, end_row, f, d, F, D, BLOCK_F, BLOCK_D, BLOCK_T, TMA
         )
         next_task = claim(counters, FIRST_ROLE, LANES)
         tile = to_bf16(acc)
@@ -331,10 +317,12 @@ def launch_wgrad(
     outputs: list[Any] = [grad_w1_LFD, grad_w2_LDF, grad_w3_LFD]
     if config.use_tma:
         block_f, block_d = config.block_f, config.block_d
-        describe = create_ragged_descriptor if config.ragged_tma else TensorDescriptor.from_tensor
         blocks = (block_f, block_f, block_d, block_d, block_f)
         tensors = (grad_g_RF, grad_u_RF, grad_y_RD, x_RD, h_RF)
-        operands = [describe(tensor, [config.block_t, block]) for tensor, block in zip(tensors, blocks, strict=True)]
+        operands = [
+            create_ragged_descriptor(tensor, [config.block_t, block])
+            for tensor, block in zip(tensors, blocks, strict=True)
+        ]
         blocks_of_outputs = ([1, block_f, block_d], [1, block_d, block_f], [1, block_f, block_d])
         outputs = [TensorDescriptor.from_tensor(*pair) for pair in zip(outputs, blocks_of_outputs, strict=True)]
     _wgrad_kernel[(config.num_programs,)](
@@ -357,7 +345,6 @@ def launch_wgrad(
         GROUP_F=config.group_f,
         RANK_STEP=_RANK_STEP,
         TMA=config.use_tma,
-        RAGGED=config.ragged_tma,
         LANES=32 * config.num_warps,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -1,0 +1,100 @@
+"""The time of each launch of one MoE layer on the GPUs of a group, with any configuration of the kernels."""
+
+import statistics
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from uniep.kernels.config import KernelConfig
+from uniep.layer import backward_steps, forward_steps
+from uniep.symmetric.heap import SymmetricHeap
+
+# What the steps of a forward and of a backward are, see uniep.layer.
+FORWARD_STEPS = ("exchange", "plan", "up", "down", "rest")
+BACKWARD_STEPS = ("down_grad", "wgrad", "up_grad", "rest_grad")
+# The host runs ahead of the GPU meanwhile, so that a time holds no launch latency: about 2.5 ms.
+_PAUSE_CYCLES = 5_000_000
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """One rank's tokens, routing, weights, and gradients of the output."""
+
+    x_TD: Tensor
+    scores_TK: Tensor
+    expert_ids_TK: Tensor
+    w1_LFD: Tensor
+    w2_LDF: Tensor
+    w3_LFD: Tensor
+    grad_TD: Tensor
+
+    @staticmethod
+    def draw(heap: SymmetricHeap, num_tokens: int) -> "LayerInputs":
+        """Random, with balanced routing."""
+        shape, device = heap.layout.shape, heap.device
+        generator = torch.Generator(device).manual_seed(7 + heap.rank)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
+
+        num_local, dim, hidden_dim = shape.num_local_experts, shape.dim, shape.hidden_dim
+        logits = torch.rand(num_tokens, shape.num_experts, device=device, generator=generator)
+        return LayerInputs(
+            normal(num_tokens, dim),
+            torch.rand(num_tokens, shape.top_k, device=device, generator=generator),
+            logits.topk(shape.top_k).indices,
+            normal(num_local, hidden_dim, dim) * 0.02,
+            normal(num_local, dim, hidden_dim) * 0.02,
+            normal(num_local, hidden_dim, dim) * 0.02,
+            normal(num_tokens, dim),
+        )
+
+
+def run_layer(
+    inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, with_backward: bool
+) -> tuple[list[Tensor], dict[str, Any]]:
+    """One forward (and backward): its results, and pairs of CUDA events around each step."""
+    events: dict[str, Any] = {}
+
+    def stepped(steps: Generator[None, None, Any], names: tuple[str, ...]) -> Any:
+        for name in names:
+            pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[name] = pair
+            pair[0].record()
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+            finally:
+                pair[1].record()
+        raise RuntimeError("the rows had no room: warm up first")
+
+    weights = (inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
+    more: dict[str, Any] = {"score_before_experts": False, "heap": heap, "config": config}
+    routing = (inputs.scores_TK, inputs.expert_ids_TK)
+    forward = forward_steps(inputs.x_TD, *routing, *weights, save=with_backward, **more)
+    out_TD, saved = stepped(forward, FORWARD_STEPS)
+    if not with_backward:
+        return [out_TD], events
+    grads = stepped(backward_steps(inputs.grad_TD, saved, None, *routing, *weights, **more), BACKWARD_STEPS)
+    return [out_TD, grads.x_TD, grads.scores_TK, grads.w1_LFD, grads.w2_LDF, grads.w3_LFD], events
+
+
+def launch_times_ms(
+    inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, with_backward: bool, num_calls: int
+) -> dict[str, float]:
+    """Medians of this rank, of the steps' GPU time. All ranks call it together."""
+    times: dict[str, list[float]] = {}
+    for _ in range(num_calls):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda._sleep(_PAUSE_CYCLES)
+        _, events = run_layer(inputs, heap, config, with_backward=with_backward)
+        torch.cuda.synchronize()
+        for name, (start, end) in events.items():
+            times.setdefault(name, []).append(start.elapsed_time(end))
+    return {name: statistics.median(values) for name, values in times.items()}
