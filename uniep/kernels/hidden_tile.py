@@ -77,14 +77,27 @@ def hidden_grad_tile(
     next_task = claim(counters, THIRD_ROLE, LANES)
     rows = first_row + tl.arange(0, TILE_ROWS)
     parts = column_parts((acc,), PARTS)
+    gate, up = _load_halves(g_RF, u_RF, rows, end_row, col, F, BLOCK_N // PARTS)
     for part in tl.static_range(PARTS):
+        part_gate, part_up = gate, up
+        if part + 1 < PARTS:
+            # Those of the next part meanwhile.
+            gate, up = _load_halves(
+                g_RF, u_RF, rows, end_row, col + (part + 1) * (BLOCK_N // PARTS), F, BLOCK_N // PARTS
+            )
         cols = col + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
         place = rows[:, None].to(tl.int64) * F + cols[None, :]
         inside = (rows < end_row)[:, None] & (cols < F)[None, :]
-        gate = tl.load(g_RF + place, mask=inside, other=0.0)
-        up = tl.load(u_RF + place, mask=inside, other=0.0)
-        grad_gate, grad_up, h = swiglu_backward(parts[part], gate, up)
+        grad_gate, grad_up, h = swiglu_backward(parts[part], part_gate, part_up)
         tl.store(grad_g_RF + place, grad_gate, mask=inside)
         tl.store(grad_u_RF + place, grad_up, mask=inside)
         tl.store(h_RF + place, h, mask=inside)
     return next_task
+
+
+@triton.jit
+def _load_halves(g_RF, u_RF, rows, end_row, col, F: tl.constexpr, COLS: tl.constexpr):
+    cols = col + tl.arange(0, COLS)
+    place = rows[:, None].to(tl.int64) * F + cols[None, :]
+    inside = (rows < end_row)[:, None] & (cols < F)[None, :]
+    return tl.load(g_RF + place, mask=inside, other=0.0), tl.load(u_RF + place, mask=inside, other=0.0)
