@@ -50,6 +50,23 @@ def swiglu_backward(grad_h, gate, up):
     return grad_gate, to_bf16(grad_h * silu), to_bf16(silu * up)
 
 
+@triton.jit
+def swiglu_backward_scored(grad_h, gate, up, score):
+    """The backward of score * h in fp32 throughout: (bf16 grad_g, bf16 grad_u, bf16 score * h, fp32 grad_h * h).
+
+    grad_h is the fp32 gradient of score * h, gate and up are bf16, score is fp32 and broadcasts. The first three are
+    rounded once; the last one's sum over the hidden dimension is the gradient of the score.
+    """
+    x = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    silu = x * sigmoid
+    h = silu * up
+    scaled = grad_h * score
+    grad_gate = scaled * up * (sigmoid * (1.0 + x * (1.0 - sigmoid)))
+    return to_bf16(grad_gate), to_bf16(scaled * silu), to_bf16(h * score), grad_h * h
+
+
 def swiglu_backward_ref(grad_h: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     silu = torch.nn.functional.silu(gate)
     return torch.ops.aten.silu_backward(grad_h * up, gate), grad_h * silu, silu * up
