@@ -29,6 +29,15 @@ def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @triton.jit
+def _exact_sigmoid(x):
+    if INTERPRETED:
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        sigmoid = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-x))
+    return sigmoid
+
+
+@triton.jit
 def swiglu_backward(grad_h, gate, up):
     """(bf16 grad_g, bf16 grad_u, bf16 h) of the fp32 accumulator of grad_h and of the bf16 halves, as autograd does it.
 
@@ -39,10 +48,7 @@ def swiglu_backward(grad_h, gate, up):
     grad_h = to_bf16(grad_h).to(tl.float32)
     x = gate.to(tl.float32)
     up = up.to(tl.float32)
-    if INTERPRETED:
-        sigmoid = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        sigmoid = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-x))
+    sigmoid = _exact_sigmoid(x)
     silu = to_bf16(x / (1.0 + tl.exp(-x))).to(tl.float32)
     grad_silu = to_bf16(grad_h * up).to(tl.float32)
     slope = tl.fma(x, 1.0 - sigmoid, tl.full(x.shape, 1.0, tl.float32))
@@ -52,19 +58,22 @@ def swiglu_backward(grad_h, gate, up):
 
 @triton.jit
 def swiglu_backward_scored(grad_h, gate, up, score):
-    """The backward of score * h in fp32 throughout: (bf16 grad_g, bf16 grad_u, bf16 score * h, fp32 grad_h * h).
+    """The backward of score * h: (bf16 grad_g, bf16 grad_u, bf16 score * h, fp32 grad_h * h).
 
-    grad_h is the fp32 gradient of score * h, gate and up are bf16, score is fp32 and broadcasts. The first three are
-    rounded once; the last one's sum over the hidden dimension is the gradient of the score.
+    grad_h is the fp32 gradient of score * h, gate and up are bf16, score is fp32 and broadcasts. grad_h is rounded to
+    bf16, so that it moves to its place in the epilogue as such, then the first three results; nothing else is. The sum
+    of the last one over the hidden dimension is the gradient of the score.
     """
+    grad_h = to_bf16(grad_h).to(tl.float32)
     x = gate.to(tl.float32)
     up = up.to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    # The approximation would cost registers: nothing then keeps the parts of a tile apart, and they spill.
+    sigmoid = _exact_sigmoid(x)
     silu = x * sigmoid
-    h = silu * up
-    scaled = grad_h * score
-    grad_gate = scaled * up * (sigmoid * (1.0 + x * (1.0 - sigmoid)))
-    return to_bf16(grad_gate), to_bf16(scaled * silu), to_bf16(h * score), grad_h * h
+    slope = sigmoid + silu * (1.0 - sigmoid)
+    grad_up = grad_h * silu
+    grad_gate = grad_h * up * slope
+    return to_bf16(grad_gate * score), to_bf16(grad_up * score), to_bf16(silu * up * score), grad_up * up
 
 
 def swiglu_backward_ref(grad_h: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
