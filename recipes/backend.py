@@ -86,7 +86,7 @@ def open_backend(
     """
     group = None if ep_mesh is None else ep_mesh.get_group()
     logger.info(f'MoE numerics: "{options.numerics}"')
-    facts = {"numerics": options.numerics}
+    facts: dict[str, str] = {"numerics": options.numerics}
     if name == "reference":
         return RoutedBackend(name, functools.partial(reference_moe, group=group), facts)
     device = torch.device("cuda", torch.cuda.current_device())
