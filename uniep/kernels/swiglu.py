@@ -29,15 +29,6 @@ def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _exact_sigmoid(x):
-    if INTERPRETED:
-        sigmoid = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        sigmoid = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-x))
-    return sigmoid
-
-
-@triton.jit
 def swiglu_backward(grad_h, gate, up):
     """(bf16 grad_g, bf16 grad_u, bf16 h) of the fp32 accumulator of grad_h and of the bf16 halves, as autograd does it.
 
@@ -48,7 +39,10 @@ def swiglu_backward(grad_h, gate, up):
     grad_h = to_bf16(grad_h).to(tl.float32)
     x = gate.to(tl.float32)
     up = up.to(tl.float32)
-    sigmoid = _exact_sigmoid(x)
+    if INTERPRETED:
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        sigmoid = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-x))
     silu = to_bf16(x / (1.0 + tl.exp(-x))).to(tl.float32)
     grad_silu = to_bf16(grad_h * up).to(tl.float32)
     slope = tl.fma(x, 1.0 - sigmoid, tl.full(x.shape, 1.0, tl.float32))
@@ -67,8 +61,11 @@ def swiglu_backward_scored(grad_h, gate, up, score):
     grad_h = to_bf16(grad_h).to(tl.float32)
     x = gate.to(tl.float32)
     up = up.to(tl.float32)
-    # The approximation would cost registers: nothing then keeps the parts of a tile apart, and they spill.
-    sigmoid = _exact_sigmoid(x)
+    # Exact as above, because the approximation spills: nothing then keeps the parts of a tile apart.
+    if INTERPRETED:
+        sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        sigmoid = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + libdevice.exp(-x))
     silu = x * sigmoid
     slope = sigmoid + silu * (1.0 - sigmoid)
     grad_up = grad_h * silu
