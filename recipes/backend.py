@@ -85,8 +85,10 @@ def open_backend(
         HeapError: the fused kernels' symmetric memory could not be opened.
     """
     group = None if ep_mesh is None else ep_mesh.get_group()
+    logger.info(f'MoE numerics: "{options.numerics}"')
+    facts: dict[str, str] = {"numerics": options.numerics}
     if name == "reference":
-        return RoutedBackend(name, functools.partial(reference_moe, group=group))
+        return RoutedBackend(name, functools.partial(reference_moe, group=group), facts)
     device = torch.device("cuda", torch.cuda.current_device())
     settings = dict(switches or {})
     layout = HeapLayout(shape, max_tokens, copy_per_expert=settings.pop("copy_per_expert", False))
@@ -94,8 +96,9 @@ def open_backend(
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
-    run = functools.partial(fused_moe, heap=heap, config=config)
-    return RoutedBackend(name, run, {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}, heap.close)
+    run = functools.partial(fused_moe, heap=heap, config=config, fast=options.numerics == "fast")
+    facts |= {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
+    return RoutedBackend(name, run, facts, heap.close)
 
 
 def _open_heap(

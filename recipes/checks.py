@@ -30,6 +30,11 @@ def check_config(config: JobConfig, world_size: int) -> None:
         backend = resolve_backend(config.uniep.backend)
     except BackendError as error:
         raise ConfigError(str(error)) from None
+    if config.uniep.numerics != "bitwise" and backend != "uniep":
+        raise ConfigError(
+            f'[uniep] numerics must be "bitwise" where backend "{backend}" runs, got "{config.uniep.numerics}": only '
+            'backend = "uniep" has other numerics'
+        )
     if backend != "torchtitan":
         _check_ours(config, backend)
     if backend == "uniep":

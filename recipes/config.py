@@ -32,6 +32,14 @@ class UniEP:
     - "auto": the best of these that this machine runs; the log and run.json say which.
     """
 
+    numerics: Literal["bitwise", "fast"] = "bitwise"
+    """
+    Of the backward of "uniep".
+    - "bitwise": the bits of "torchtitan".
+    - "fast": fewer roundings, and gradients of the scores that are taken at the experts, so that a layer keeps 2 T K D
+      bytes less. Other bits than "torchtitan", the same on every run.
+    """
+
     symmetric_memory: Literal["auto", "nvshmem", "torch"] = "auto"
     """Memory that other ranks write into, for "uniep": NVSHMEM or torch's own; "auto" tries them in this order."""
 

@@ -52,6 +52,7 @@ FREE_SETTINGS = (
 )
 # Free settings that may well change bits.
 WARNED_SETTINGS = (
+    "uniep.numerics",
     "compile",
     "model.hf_assets_path",
     "model.tokenizer_path",

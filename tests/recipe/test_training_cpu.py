@@ -68,7 +68,7 @@ def test_another_seed_gives_other_bits(uninterrupted, tmp_path, capsys):
 def test_run_json_says_what_ran(launched):
     folder, _ = launched
     run = read_run(folder)
-    assert run["backend"] == {"requested": "auto", "ran": "reference"}
+    assert run["backend"] == {"requested": "auto", "ran": "reference", "numerics": "bitwise"}
     assert run["devices"]["world_size"] == 2
     assert run["config"]["training"]["steps"] == 5
     assert run["config"]["uniep"]["backend"] == "auto"
