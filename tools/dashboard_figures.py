@@ -91,6 +91,7 @@ def tokens_figure(runs: Sequence[Shown]) -> go.Figure:
         band = go.Scatter(
             x=[*ends, *ends[::-1]],
             y=[low, low, high, high],
+            mode="lines",
             fill="toself",
             fillcolor=_pale(shown.color),
             line={"width": 0},

@@ -29,6 +29,9 @@ th { color: #5a6775; font-weight: 600; white-space: nowrap; } tr + tr td { borde
 .notes { color: #5a6775; margin: 4px 0; padding-left: 20px; }
 """
 
+# The browser itself keeps the page off the network: nothing but what stands in the page is loaded.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+
 
 def write_page(path: str, runs: Sequence[Run]) -> None:
     """Writes the page of some runs, compared with the first of them.
@@ -38,7 +41,9 @@ def write_page(path: str, runs: Sequence[Run]) -> None:
     """
     labels = label_runs(len(runs))
     shown = [
-        Shown(label, f"{label}: {escape(run.folder.resolve().name)}", COLORS[index % len(COLORS)], run)
+        Shown(
+            label, f"{label}: " * (len(runs) > 1) + escape(run.folder.resolve().name), COLORS[index % len(COLORS)], run
+        )
         for index, (label, run) in enumerate(zip(labels, runs, strict=True))
     ]
     pairs = [compare_pair(runs[0], run) for run in runs[1:]]
@@ -56,6 +61,7 @@ def write_page(path: str, runs: Sequence[Run]) -> None:
     title = ", ".join(one.name for one in shown)
     text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         # Without an icon of its own a page asks a server for one.
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n'
         f'<body><main><h1>{title}</h1>\n<div class="cards">\n' + "\n".join(cards) + "\n</div></main></body></html>\n"
@@ -64,7 +70,9 @@ def write_page(path: str, runs: Sequence[Run]) -> None:
 
 
 def _plot(figure: go.Figure) -> str:
-    return to_html(figure, full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True})
+    return to_html(
+        figure, full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
+    )
 
 
 def _section(title: str, body: str, *, wide: bool = False) -> str:

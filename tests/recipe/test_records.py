@@ -15,7 +15,7 @@ from torchtitan.distributed import ParallelDims
 
 from recipes import metrics as recipe_metrics
 from recipes.load import load_config
-from recipes.metrics import RecipeMetrics, humanize
+from recipes.metrics import RecipeMetrics
 from recipes.records import RunRecords, StepRecord
 from tests.recipe.runs import ROOT, TOKENIZER, read_run, read_steps
 
@@ -32,6 +32,9 @@ def record(step: int, loss: float = 1.5) -> StepRecord:
         tokens_per_second=200.0,
         tokens_per_day=200.0 * 86400,
         memory_gib=1.0,
+        data_loading_s=0.125,
+        forward_backward_s=0.25,
+        unix_time_s=1.8e9,
     )
 
 
@@ -50,7 +53,7 @@ def steps_and_losses(folder: Path) -> list[tuple[int, float]]:
 def test_a_line_a_step(tmp_path):
     write(tmp_path / "new" / "run", range(1, 4), may_continue=False)
     steps = read_steps(tmp_path / "new" / "run")
-    assert steps == [vars(record(step)) for step in (1, 2, 3)]
+    assert steps == [{k: v for k, v in vars(record(step)).items() if k != "expert_load"} for step in (1, 2, 3)]
 
 
 def test_lines_are_there_before_the_run_ends(tmp_path):
@@ -132,23 +135,6 @@ def test_a_broken_run_json_starts_a_new_run(tmp_path):
     assert read_run(tmp_path)["run_id"] == records.run_id
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (138.2e9, "138.2 B"),
-        (1.5e12, "1.5 T"),
-        (5_440_000, "5.4 M"),
-        (1234, "1.2 K"),
-        (12.4, "12 "),
-        (999_960, "1.0 M"),
-        (999.4, "999 "),
-        (0, "0 "),
-    ],
-)
-def test_humanize(number, text):
-    assert humanize(number) == text
-
-
 class Recorded:
     """A logger that keeps what it is given."""
 
@@ -169,7 +155,7 @@ class Run:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, device_name: str = "CPU x86_64", log_freq: int = 5
     ):
         self.now = 100.0
-        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1.8e9 + self.now)
         monkeypatch.setattr(recipe_metrics, "time", clock)
         monkeypatch.setattr(stock_metrics, "time", clock)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
