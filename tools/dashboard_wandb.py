@@ -44,7 +44,7 @@ def push_workspace() -> str:
         import wandb_workspaces  # noqa: F401
     except ImportError as error:
         raise WorkspaceError(
-            f"--wandb must have wandb-workspaces installed, got {error}; pip install -e .[dashboard]"
+            f"--wandb must have wandb-workspaces installed, got {error}; pip install -e .[workspace]"
         ) from None
     if not has_wandb_login():
         raise WorkspaceError("--wandb must have a wandb login (`wandb login` or WANDB_API_KEY), got none")
