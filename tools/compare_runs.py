@@ -76,8 +76,8 @@ exit status:
 
 must be equal: model, training (not its steps), parallelism, optimizer, lr_scheduler, quantize, debug.seed, every other
 section that is not listed here, and the hash of the data.
-may differ: uniep, job, experimental, metrics, profiling, checkpoint, comm, validation, activation_checkpoint, and
-compile (with a warning).
+may differ: uniep, job, experimental, metrics, profiling, throughput, checkpoint, comm, validation,
+activation_checkpoint, and compile (with a warning).
 """
 
 

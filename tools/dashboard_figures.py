@@ -96,7 +96,8 @@ def tokens_figure(runs: Sequence[Shown]) -> go.Figure:
             fillcolor=_pale(shown.color),
             line={"width": 0},
             hoverinfo="skip",
-            name=f"{shown.label}: 10 % to 90 %",
+            name="10 % to 90 %",
+            showlegend=len(runs) == 1,
         )
         figure.add_trace(band)
         _add_curve(figure, steps, rates, shown.name, shown.color)
@@ -106,7 +107,8 @@ def tokens_figure(runs: Sequence[Shown]) -> go.Figure:
                 y=[median, median],
                 mode="lines",
                 line={"color": shown.color, "dash": "dash"},
-                name=f"{shown.label}: median",
+                name="median" if len(runs) == 1 else f"{shown.label}: median",
+                showlegend=len(runs) == 1,
             )
         )
     return _or_nothing(figure, "tokens_per_day")
@@ -184,8 +186,7 @@ def experts_figure(shown: Shown) -> go.Figure:
             customdata=tokens,
             hovertemplate="layer %{y}, expert %{x}: %{customdata:,} tokens, %{z:.2f} of the mean<extra></extra>",
             zmin=0,
-            zmid=1,
-            colorscale="RdBu_r",
+            colorscale="Viridis",
             colorbar={"title": {"text": "of the mean"}},
         )
     )
@@ -212,7 +213,7 @@ def ranks_figure(runs: Sequence[Shown]) -> go.Figure:
                 y=[expected, expected],
                 mode="lines",
                 line={"color": shown.color, "dash": "dash"},
-                name=f"{shown.label}: even draws",
+                name="even draws" if len(runs) == 1 else f"{shown.label}: even draws",
             )
         )
     return figure if figure.data else _say(figure, "these records hold no expert load")

@@ -31,7 +31,11 @@ PANELS = (
     Panel("Loss", figures.loss_figure, ("loss_metrics/global_avg_loss", "loss_metrics/global_max_loss")),
     Panel("Difference of the loss", figures.difference_figure, min_runs=2),
     Panel("Gradient norm", figures.grad_norm_figure, ("grad_norm",)),
-    Panel("Tokens/day", figures.tokens_figure, ("throughput/tokens_per_day", "throughput/tokens_per_day_median")),
+    Panel(
+        "Tokens/day, median and spread",
+        figures.tokens_figure,
+        ("throughput/tokens_per_day", "throughput/tokens_per_day_median"),
+    ),
     Panel(
         "Step time",
         figures.step_time_figure,

@@ -24,7 +24,7 @@ h1 { font-size: 24px; margin: 8px 0 12px; } h2 { font-size: 17px; margin: 0 0 4p
 section { background: #fff; border: 1px solid #dde3e9; border-radius: 8px; padding: 12px 16px; min-width: 0; }
 .wide { grid-column: 1 / -1; overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: 4px 14px 4px 0; }
-th { color: #5a6775; font-weight: 600; white-space: nowrap; } tr + tr td { border-top: 1px solid #eef1f4; }
+th { color: #5a6775; font-weight: 600; white-space: nowrap; } tr + tr > * { border-top: 1px solid #eef1f4; }
 .same { color: #2b8a3e; font-weight: 600; } .other { color: #c92a2a; font-weight: 600; }
 .notes { color: #5a6775; margin: 4px 0; padding-left: 20px; }
 """
@@ -81,17 +81,16 @@ def _section(title: str, body: str, *, wide: bool = False) -> str:
 
 
 def _runs_table(shown: Sequence[Shown]) -> str:
-    rows = [_facts(one.run) for one in shown]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    head = "".join(f"<th>{column}</th>" for column in ["run", *columns])
+    """A column a run, a row a fact."""
+    facts = [_facts(one.run) for one in shown]
+    head = "".join(f'<th style="color:{one.color}">{one.name}</th>' for one in shown)
     body = "".join(
-        f'<tr><td style="color:{one.color};font-weight:600">{one.name}</td>'
-        + "".join(f"<td>{escape(row.get(column, ''))}</td>" for column in columns)
-        + "</tr>"
-        for one, row in zip(shown, rows, strict=True)
+        f"<tr><th>{name}</th>" + "".join(f"<td>{escape(found.get(name, ''))}</td>" for found in facts) + "</tr>"
+        for name in dict.fromkeys(name for found in facts for name in found)
     )
-    notes = [f"{one.label}: {escape(note)}" for one in shown for note in _notes(one.run)]
-    return f"<table><tr>{head}</tr>{body}</table>{_list(notes)}"
+    several = len(shown) > 1
+    notes = [f"{one.label}: " * several + escape(note) for one in shown for note in _notes(one.run)]
+    return f"<table><tr><th></th>{head}</tr>{body}</table>{_list(notes)}"
 
 
 def _facts(run: Run) -> dict[str, str]:
@@ -108,7 +107,7 @@ def _facts(run: Run) -> dict[str, str]:
         low, median, high = np.quantile(rates, [0.1, 0.5, 0.9]) / 1e9
         facts["tokens/day (10 % to 90 %)"] = f"{median:,.3g} B ({low:,.3g} to {high:,.3g})"
     if len(times := warm(run.series.get("step_time_s", np.array([])))):
-        facts["step"] += f", {np.median(times) * 1e3:,.0f} ms"
+        facts["step time"] = f"{np.median(times) * 1e3:,.0f} ms"
     if len(memory := run.series.get("memory_gib", np.array([]))):
         facts["peak memory"] = f"{np.nanmax(memory):.2f} GiB"
     budget = run.config.get("throughput.token_budget")
@@ -145,7 +144,7 @@ def _comparison(shown: Sequence[Shown], pairs: Sequence[PairComparison]) -> str:
     first, lines = shown[0], []
     for one, pair in zip(shown[1:], pairs, strict=True):
         kind = "other" if pair.trends or not len(pair.common) else "same"
-        notes = [f"differs, {escape(line)}" for line in config_differences(first.run, one.run)]
+        notes = [escape(line) for line in config_differences(first.run, one.run)]
         lines.append(f'<div class="{kind}">{verdict(first.label, one.label, pair)}</div>{_list(notes)}')
     return "\n".join(lines)
 

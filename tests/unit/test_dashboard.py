@@ -132,7 +132,7 @@ def test_three_runs_compared(tmp_path, capsys):
     same, different = "B is identical to A: all 20 steps", "C is different from A: first differing at step 1, in loss"
     assert f'<div class="same">{same}</div>' in page
     assert f'<div class="other">{different}</div>' in page
-    assert "differs, debug.seed: 42, 43" in page
+    assert "<li>debug.seed: 42, 43</li>" in page
     assert capsys.readouterr().out.splitlines()[:2] == [same, different]
 
 
@@ -156,7 +156,8 @@ def test_runs_without_a_common_step(tmp_path, capsys):
 
 def test_the_facts_of_a_run(tmp_path):
     page = make_page(tmp_path, write_run(tmp_path / "run", tuner={"bucket 4096": {"chosen": "<N_disp> 8"}}))
-    assert "20 of 20, 500 ms" in page
+    assert "<td>20 of 20</td>" in page
+    assert "<td>500 ms</td>" in page
     assert "0.0173 B (0.0173 to 0.0173)" in page
     assert "<td>1.50 GiB</td>" in page
     assert "<td>bucket 4096.chosen</td><td>&lt;N_disp&gt; 8</td>" in page
