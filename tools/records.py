@@ -42,7 +42,7 @@ class Run:
         series: every other number of a line, [steps] float64; NaN at steps whose line lacks it.
         loads: (step, expert load as recorded) of at most 2 * MAX_LOADS steps, evenly spaced.
         num_loads: steps that recorded an expert load.
-        tuner: what the tuner chose, as recorded; None where it did not run.
+        tuner: what the tuner chose, as recorded (`tuner`, or `tune` of the backend); None where it did not run.
         cut: what is wrong with the last line, where a crash cut it and the caller asked to go on without it.
     """
 
@@ -91,7 +91,7 @@ def read_run(folder: str | Path, *, drop_cut_line: bool = False) -> Run:
         backend=_typed(backend, "ran", str, f"{path}: backend"),
         commit=_typed(record, "commit", (str, type(None)), str(path)) or "",
         data=flatten(data),
-        tuner=record.get("tuner"),
+        tuner=record.get("tuner", backend.get("tune")),
         **metrics,
     )
 

@@ -154,8 +154,11 @@ def test_runs_without_a_common_step(tmp_path, capsys):
     assert "B has no step in common with A" in capsys.readouterr().out
 
 
-def test_the_facts_of_a_run(tmp_path):
-    page = make_page(tmp_path, write_run(tmp_path / "run", tuner={"bucket 4096": {"chosen": "<N_disp> 8"}}))
+@pytest.mark.parametrize("key", ["tuner", "backend"])
+def test_the_facts_of_a_run(tmp_path, key):
+    choices = {"bucket 4096": {"chosen": "<N_disp> 8"}}
+    recorded = choices if key == "tuner" else {"ran": "uniep", "tune": choices}
+    page = make_page(tmp_path, write_run(tmp_path / "run", **{key: recorded}))
     assert "<td>20 of 20</td>" in page
     assert "<td>500 ms</td>" in page
     assert "0.0173 B (0.0173 to 0.0173)" in page
