@@ -60,6 +60,7 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("checkpoint", "interval", "at least 1", lambda value: value >= 1),
     ("debug", "seed", "0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63),
     ("uniep", "wait_timeout_s", "greater than 0", lambda value: 0 < value < math.inf),
+    ("throughput", "token_budget", "a finite number greater than 0", lambda value: 0 < value < math.inf),
     ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
 ]
 

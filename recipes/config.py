@@ -48,7 +48,14 @@ class UniEP:
 
 
 @dataclass
+class Throughput:
+    token_budget: float | None = None
+    """Tokens that the run, or its continuations, shall see in all: the console then says when that will be."""
+
+
+@dataclass
 class JobConfig:
     model: Model = field(default_factory=Model)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     uniep: UniEP = field(default_factory=UniEP)
+    throughput: Throughput = field(default_factory=Throughput)

@@ -130,6 +130,16 @@ def test_misspelt_section(section, near, tmp_path):
     assert f"[{section}] is not a known section; did you mean {near}?" in says(config=path)
 
 
+def test_a_token_budget(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[throughput]\ntoken_budget = 1e12\n")
+    assert load_config([f"--job.config_file={path}"]).throughput.token_budget == 1e12
+    path.write_text('[throughput]\ntoken_budget = "1T"\n')
+    assert "[throughput] token_budget must be a number, got '1T'" in says(config=path)
+    path.write_text("[throughput]\ntokens_budget = 1e12\n")
+    assert "[throughput] tokens_budget is not a known key; did you mean token_budget?" in says(config=path)
+
+
 def test_section_that_is_a_value(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('uniep = "reference"\n')
@@ -457,6 +467,16 @@ def test_misspelt_dataset_names_the_nearest():
 @pytest.mark.parametrize(
     ("arguments", "env", "expected"),
     [
+        (
+            ("--throughput.token_budget=0",),
+            {},
+            "[throughput] token_budget must be a finite number greater than 0, got 0.0",
+        ),
+        (
+            ("--throughput.token_budget=inf",),
+            {},
+            "[throughput] token_budget must be a finite number greater than 0, got inf",
+        ),
         (("--uniep.wait_timeout_s=0",), {}, "[uniep] wait_timeout_s must be greater than 0, got 0.0"),
         ((), {}, '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"'),
         (
