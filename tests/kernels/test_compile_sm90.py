@@ -29,4 +29,8 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
         assert row["spill_bytes"] == 0, row
         # A copy that lost its alignment moves 2 bytes at a time.
         assert row["narrow_row_copies"] == 0, row
-        assert row["wgmma"] == row["tma"] == ("gemm" in row["kernel"] and row["arch"] >= 90), row
+        multiplies = "gemm" in row["kernel"] or "wgrad" in row["kernel"]
+        assert row["wgmma"] == row["tma"] == (multiplies and row["arch"] >= 90), row
+        # Off, the timeline is compiled out.
+        records = row["recorded"] and (multiplies or "exchange" in row["kernel"])
+        assert row["reads_multiprocessor"] == records, row

@@ -30,6 +30,17 @@ from uniep.kernels.tasks import (
     leave,
     take,
 )
+from uniep.kernels.timeline import (
+    ROLE_COMP,
+    ROLE_MEET,
+    ROLE_REDUCE,
+    ROLE_RETURN,
+    Timeline,
+    launch_records,
+    task_begins,
+    task_ends,
+    time_ns,
+)
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
@@ -71,6 +82,7 @@ def _gemm_combine_kernel(
     output_ready,
     counters,
     watch,
+    records,
     rank,
     num_tokens,
     epoch,
@@ -136,6 +148,7 @@ def _gemm_combine_kernel(
     if computes:
         task = take(counters, FIRST_ROLE)
         while task < num_tiles * num_col_tiles:
+            begun = task_begins(records, LANES)
             tile = task // num_col_tiles
             col = (task % num_col_tiles) * BLOCK_N
             expert = tl.load(tile_expert + tile)
@@ -151,6 +164,7 @@ def _gemm_combine_kernel(
                     h, w2, first_row, end_row, expert * D + col, (expert + 1) * D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
                 )
             next_task = claim(counters, FIRST_ROLE, LANES)
+            store_ns = time_ns(records)
             rows = first_row + tl.arange(0, TILE_ROWS)
             origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
             source = origin // NUM_SLOTS
@@ -165,6 +179,7 @@ def _gemm_combine_kernel(
                 inside = (rows < end_row)[:, None] & (cols < D)[None, :]
                 tl.store(row_ptrs(address, cols), to_bf16(tile_part), mask=inside)
             signal_tile(output_ready + task, epoch)
+            task_ends(records, begun, ROLE_COMP, task, LANES, store_ns=store_ns)
             task = claimed(next_task, LANES)
 
     if DYNAMIC or not computes:
@@ -172,8 +187,10 @@ def _gemm_combine_kernel(
         num_tasks = tl.where(fits, tl.maximum(num_tiles, 1), 0)
         task = take(counters, SECOND_ROLE)
         while task < num_tasks:
+            begun = task_begins(records, LANES)
+            work_ns = begun[1]
             if task < num_tiles:
-                return_tile(
+                work_ns = return_tile(
                     task,
                     rows_RD,
                     row_origin_R,
@@ -182,6 +199,7 @@ def _gemm_combine_kernel(
                     peers_W,
                     output_ready,
                     watch,
+                    records,
                     rank,
                     epoch,
                     timeout_us,
@@ -199,13 +217,17 @@ def _gemm_combine_kernel(
                 )
             if is_last(counters, FINISHED, num_tasks):
                 signal_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, W, RANKS)
+            task_ends(records, begun, ROLE_RETURN, task, LANES, work_ns=work_ns)
             task = take(counters, SECOND_ROLE)
 
     if fits:
+        begun = task_begins(records, LANES)
         wait_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _RETURNED_ROWS, W, RANKS)
+        task_ends(records, begun, ROLE_MEET, tl.program_id(0), LANES, work_ns=time_ns(records))
     if REDUCE and fits:
         task = take(counters, THIRD_ROLE)
         while task * TASK_TOKENS < num_tokens:
+            begun = task_begins(records, LANES)
             if BACKWARD:
                 reduce_tokens_by_expert(
                     task,
@@ -242,6 +264,7 @@ def _gemm_combine_kernel(
                     REDUCE_ROWS,
                     REDUCE_COLS,
                 )
+            task_ends(records, begun, ROLE_REDUCE, task, LANES)
             task = take(counters, THIRD_ROLE)
     leave(counters)
 
@@ -275,11 +298,13 @@ def launch_gemm_combine(
     score_before_experts: bool,
     reduce_in_kernel: bool,
     saved_TKD: Tensor | None = None,
+    timeline: Timeline | None = None,
 ) -> Tensor:
     """The forward. Returns out_TD, which without reduce_in_kernel is for reduce_by_torch to make.
 
     Args:
         saved_TKD: where the reduce is to keep the returned rows, if anywhere.
+        timeline: records the launch, if it is recording.
     """
     hidden_dim = heap.layout.shape.hidden_dim
     tiles = config.down
@@ -301,6 +326,7 @@ def launch_gemm_combine(
         backward=False,
         reduce=reduce_in_kernel,
         scored=not score_before_experts,
+        timeline=timeline,
     )
 
 
@@ -317,6 +343,7 @@ def launch_gemm_combine_backward(
     config: KernelConfig,
     epoch: int,
     score_before_experts: bool,
+    timeline: Timeline | None = None,
 ) -> Tensor:
     """The backward. Returns the gradients of the tokens [T, D]."""
     tiles = config.up_grad
@@ -339,6 +366,7 @@ def launch_gemm_combine_backward(
         backward=True,
         reduce=True,
         scored=score_before_experts,
+        timeline=timeline,
     )
 
 
@@ -357,6 +385,7 @@ def _launch(
     backward: bool,
     reduce: bool,
     scored: bool,
+    timeline: Timeline | None,
 ) -> Tensor:
     layout, shape = heap.layout, heap.layout.shape
     dim, num_tokens = shape.dim, len(scores_TK)
@@ -365,7 +394,14 @@ def _launch(
     rows_RD = torch.empty(room_rows, dim, dtype=torch.bfloat16, device=scores_TK.device) if staged else out_TD
     copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
     reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
-    _gemm_combine_kernel[(config.num_programs * tiles.occupancy,)](
+    num_programs = config.num_programs * tiles.occupancy
+    records = launch_records(
+        timeline,
+        "up_grad" if backward else "down",
+        num_programs=num_programs,
+        tasks_per_tile=triton.cdiv(dim, tiles.block_n),
+    )
+    _gemm_combine_kernel[(num_programs,)](
         *operands,
         rows_RD,
         scores_TK,
@@ -382,6 +418,7 @@ def _launch(
         heap.scoreboard.output_ready,
         heap.scoreboard.counters,
         heap.scoreboard.watch,
+        records,
         heap.rank,
         num_tokens,
         epoch,

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from uniep.kernels.memory import copy_rows, copy_scaled_rows, region_address
 from uniep.kernels.signals import signal_tile, wait_flags
+from uniep.kernels.timeline import time_ns
 
 
 @triton.jit
@@ -19,6 +20,7 @@ def relay_tile(
     peers_W,
     input_ready,
     watch,
+    records,
     rank,
     epoch,
     timeout_us,
@@ -37,7 +39,8 @@ def relay_tile(
 ):
     """Waits for the senders of the tile's rows, which wait for nothing. A token that several experts want came once
     and is copied once for each. Rows of the rank itself come straight from x_TD. With SCALE_ROWS each row is
-    multiplied by its score; scores_address is that of the scores of all ranks, [W, M, K]."""
+    multiplied by its score; scores_address is that of the scores of all ranks, [W, M, K]. Returns when it ended the
+    wait."""
     first_row = tl.load(tile_first_row + tile)
     end_row = tl.load(tile_end_row + tile)
     rows = first_row + tl.arange(0, TILE_ROWS)
@@ -49,6 +52,7 @@ def relay_tile(
     wait_flags(
         flags + slot, exists & (source != rank), epoch, watch, timeout_us, KERNEL, tile, WHAT, source, SYSTEM=True
     )
+    work_ns = time_ns(records)
 
     received = region_address(peers_W, rank, received_offset_bytes)
     step_rows = first_row + tl.arange(0, COPY_ROWS)
@@ -71,3 +75,4 @@ def relay_tile(
             copy_rows(address, target, step_exists, D, COPY_COLS)
         step_rows = next_rows
     signal_tile(input_ready + tile, epoch)
+    return work_ns
