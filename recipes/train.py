@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from torchtitan import train
 from torchtitan.config import JobConfig
@@ -9,10 +11,23 @@ from torchtitan.config import JobConfig
 from recipes.checks import ConfigError, check_config
 from recipes.load import load_config
 from recipes.parallelize import routed_backend
+from recipes.timeline import StepTimeline
 
 
 class RecipeTrainer(train.Trainer):
-    """TorchTitan's Trainer, which also gives back what the MoE backend holds."""
+    """TorchTitan's Trainer, which also records the steps of the kernel timeline and gives back what the MoE backend
+    holds."""
+
+    def __init__(self, job_config: JobConfig) -> None:
+        super().__init__(job_config)
+        backend = routed_backend(self.model_parts[0])
+        timeline = backend.timeline if backend else None
+        self._timeline = StepTimeline(timeline, job_config.uniep.timeline_steps, job_config.job.dump_folder)
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        self._timeline.begin(self.step)
+        super().train_step(data_iterator)
+        self.metrics_processor.add_timeline_files(self._timeline.end(self.step))
 
     def close(self) -> None:
         super().close()

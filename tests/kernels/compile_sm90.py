@@ -168,30 +168,35 @@ WIDE, DEEP = {"block_n": 256, "num_warps": 8, "occupancy": 1}, {"num_stages": 4}
 # The defaults, with two programs a multiprocessor in both combines.
 TWO_PROGRAMS: dict[str, Any] = {}
 POINTERS = {"block_n": 128, "block_k": 32, "num_warps": 8, "occupancy": 1, "use_tma": False}
-# (name, shape, tokens, tiles, architecture, scores before experts, with a timeline)
+# (name, shape, tokens, tiles, architecture, scores before experts)
 SHAPES = [
-    ("qwen3-30b-a3b", MoEShape(128, 8, 2048, 768, 2), 8192, WIDE, 90, False, False),
-    ("deepseek-v3-e64", MoEShape(64, 8, 7168, 2048, 2), 8192, DEEP, 90, False, False),
-    ("kimi-linear-48b-a3b", MoEShape(256, 8, 2304, 1024, 8), 8192, DEEP, 90, True, False),
-    ("qwen3-30b-a3b-two-programs", MoEShape(128, 8, 2048, 768, 2), 8192, TWO_PROGRAMS, 90, False, False),
-    ("one-rank", MoEShape(8, 2, 2304, 128, 1), 100, WIDE, 90, False, False),
-    ("before-hopper", MoEShape(64, 6, 2048, 1408, 2), 8192, POINTERS, 80, False, False),
-    ("qwen3-30b-a3b-recorded", MoEShape(128, 8, 2048, 768, 2), 8192, TWO_PROGRAMS, 90, False, True),
+    ("qwen3-30b-a3b", MoEShape(128, 8, 2048, 768, 2), 8192, WIDE, 90, False),
+    ("deepseek-v3-e64", MoEShape(64, 8, 7168, 2048, 2), 8192, DEEP, 90, False),
+    ("kimi-linear-48b-a3b", MoEShape(256, 8, 2304, 1024, 8), 8192, DEEP, 90, True),
+    ("qwen3-30b-a3b-two-programs", MoEShape(128, 8, 2048, 768, 2), 8192, TWO_PROGRAMS, 90, False),
+    ("one-rank", MoEShape(8, 2, 2304, 128, 1), 100, WIDE, 90, False),
+    ("before-hopper", MoEShape(64, 6, 2048, 1408, 2), 8192, POINTERS, 80, False),
 ]
 
 
+def _print_rows(entry: tuple[Any, ...], *, with_small: bool, recorded: bool = False) -> None:
+    name, shape, num_tokens, tiles, arch, score_before_experts = entry
+    config = KernelConfig(num_programs=132)
+    config = replace(config, **{name: replace(getattr(config, name), **tiles) for name in LAUNCHES})
+    options = {"score_before_experts": score_before_experts, "recorded": recorded}
+    for capture in capture_launches(shape, num_tokens, config, **options):
+        if with_small or "gemm" in capture.kernel.__name__:
+            for launch, (_, kwargs) in enumerate(capture.launches):
+                row = {"shape": name, "arch": arch, "tiles": tiles, "recorded": recorded}
+                row |= {"backward": kwargs.get("BACKWARD", False)} | compile_launch(capture, arch, launch)
+                print(json.dumps(row), flush=True)
+
+
 def main() -> None:
-    for index, (name, shape, num_tokens, tiles, arch, before_experts, recorded) in enumerate(SHAPES):
-        config = KernelConfig(num_programs=132)
-        config = replace(config, **{name: replace(getattr(config, name), **tiles) for name in LAUNCHES})
-        options = {"score_before_experts": before_experts, "recorded": recorded}
-        for capture in capture_launches(shape, num_tokens, config, **options):
-            # The small kernels hardly depend on the shape.
-            if index == 0 or shape.ep_degree == 1 or recorded or "gemm" in capture.kernel.__name__:
-                for launch, (_, kwargs) in enumerate(capture.launches):
-                    row = {"shape": name, "arch": arch, "tiles": tiles, "recorded": recorded}
-                    row |= {"backward": kwargs.get("BACKWARD", False)} | compile_launch(capture, arch, launch)
-                    print(json.dumps(row), flush=True)
+    for index, entry in enumerate(SHAPES):
+        # The small kernels hardly depend on the shape.
+        _print_rows(entry, with_small=index == 0 or entry[1].ep_degree == 1)
+    _print_rows(SHAPES[3], with_small=True, recorded=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from uniep.kernels.timeline import (
     ROLE_COMP,
     ROLE_RELAY,
     ROLE_SEND,
+    Role,
     Timeline,
     launch_records,
     task_begins,
@@ -408,6 +409,7 @@ def _launch(
         "down_grad" if backward else "up",
         num_programs=config.num_programs,
         tasks_per_tile=triton.cdiv(shape.hidden_dim, block_n),
+        link_role=Role.SEND if shape.ep_degree > 1 else None,
     )
     _dispatch_gemm_kernel[(config.num_programs,)](
         tokens_TD,

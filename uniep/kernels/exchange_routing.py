@@ -8,7 +8,7 @@ from torch import Tensor
 from uniep.kernels.memory import region_address
 from uniep.kernels.signals import fence_system, signal_all_ranks, wait_all_ranks
 from uniep.kernels.tasks import FINISHED, is_last
-from uniep.kernels.timeline import ROLE_MEET, ROLE_SEND, Timeline, launch_records, task_begins, task_ends, time_ns
+from uniep.kernels.timeline import ROLE_MEET, ROLE_SEND, Role, Timeline, launch_records, task_begins, task_ends, time_ns
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
 
@@ -90,6 +90,7 @@ def launch_exchange_routing(
             f"scores must be float32 {tuple(expert_ids_TK.shape)}, got {scores_TK.dtype} {scores_TK.shape}"
         )
     num_ranks = heap.num_ranks
+    link_role = Role.SEND if num_ranks > 1 else None
     num_programs = min(_NUM_PROGRAMS, triton.cdiv(layout.max_tokens * top_k, _BLOCK))
     _exchange_routing_kernel[(num_programs,)](
         expert_ids_TK.contiguous(),
@@ -97,7 +98,7 @@ def launch_exchange_routing(
         heap.peers_W,
         heap.scoreboard.counters,
         heap.scoreboard.watch,
-        launch_records(timeline, "exchange", num_programs=num_programs),
+        launch_records(timeline, "exchange", num_programs=num_programs, link_role=link_role),
         heap.rank,
         num_tokens * top_k,
         epoch,

@@ -35,6 +35,7 @@ from uniep.kernels.timeline import (
     ROLE_MEET,
     ROLE_REDUCE,
     ROLE_RETURN,
+    Role,
     Timeline,
     launch_records,
     task_begins,
@@ -395,11 +396,13 @@ def _launch(
     copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
     reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
     num_programs = config.num_programs * tiles.occupancy
+    link_role = Role.RETURN if staged else Role.COMP
     records = launch_records(
         timeline,
         "up_grad" if backward else "down",
         num_programs=num_programs,
         tasks_per_tile=triton.cdiv(dim, tiles.block_n),
+        link_role=link_role if shape.ep_degree > 1 else None,
     )
     _gemm_combine_kernel[(num_programs,)](
         *operands,

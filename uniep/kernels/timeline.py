@@ -13,6 +13,7 @@ nothing is compiled: the kernel is the same, instruction by instruction, as one 
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 import triton
@@ -112,6 +113,7 @@ class LaunchRecords:
         name: the launch: exchange, up, down, down_grad, wgrad, up_grad.
         num_programs: programs of the launch, also those without a task.
         tasks_per_tile: tasks of the comp role that share a row tile (of wgrad, an expert): its tile is task // this.
+        link_role: the role that writes to other ranks, if any does; COMP does it with its stores.
         records_RW: int64, one row a task, words as in FIELDS.
         num_dropped: tasks for which there was no room.
     """
@@ -119,6 +121,7 @@ class LaunchRecords:
     name: str
     num_programs: int
     tasks_per_tile: int
+    link_role: Role | None
     records_RW: Tensor
     num_dropped: int
 
@@ -140,7 +143,7 @@ class Timeline:
         self._max_launches = max_launches
         self._max_records = max_records
         self._buffers: Tensor | None = None
-        self._launches: list[tuple[str, int, int]] = []
+        self._launches: list[tuple[str, int, int, Role | None]] = []
         self.num_unrecorded_launches = 0
 
     def start(self) -> None:
@@ -155,30 +158,26 @@ class Timeline:
         """What was recorded since start, in the order of the launches. Waits for the device, and frees the memory."""
         assert self._buffers is not None, "stop must follow a start"
         found = []
-        for buffer, (name, num_programs, tasks_per_tile) in zip(self._buffers, self._launches, strict=False):
+        for buffer, launch in zip(self._buffers, self._launches, strict=False):
             taken = int(buffer[0, 0])
             kept = min(taken, self._max_records)
-            found.append(
-                LaunchRecords(name, num_programs, tasks_per_tile, buffer[1 : 1 + kept].cpu().clone(), taken - kept)
-            )
+            found.append(LaunchRecords(*launch, buffer[1 : 1 + kept].cpu().clone(), taken - kept))
         self._buffers = None
         return found
 
-    def launch(self, name: str, *, num_programs: int, tasks_per_tile: int) -> Tensor | None:
+    def launch(
+        self, name: str, *, num_programs: int, tasks_per_tile: int = 1, link_role: Role | None = None
+    ) -> Tensor | None:
         """The buffer of the next launch; None, and a kernel without records, where nothing is to be recorded."""
         if self._buffers is None:
             return None
         if len(self._launches) == self._max_launches:
             self.num_unrecorded_launches += 1
             return None
-        self._launches.append((name, num_programs, tasks_per_tile))
+        self._launches.append((name, num_programs, tasks_per_tile, link_role))
         return self._buffers[len(self._launches) - 1]
 
 
-def launch_records(
-    timeline: Timeline | None, name: str, *, num_programs: int, tasks_per_tile: int = 1
-) -> Tensor | None:
+def launch_records(timeline: Timeline | None, name: str, **launch: Any) -> Tensor | None:
     """`Timeline.launch` of a timeline that may be missing."""
-    if timeline is None:
-        return None
-    return timeline.launch(name, num_programs=num_programs, tasks_per_tile=tasks_per_tile)
+    return None if timeline is None else timeline.launch(name, **launch)
