@@ -102,17 +102,14 @@ def phases_of(launch: Launch) -> tuple[Phase, ...]:
     - tail: programs run out of tasks.
     """
     start, end = launch.start_ns, launch.end_ns
+    tail = int(_last_ends(launch).min())
     comp, communication = launch.of(Role.COMP), launch.of(*_COMMUNICATION)
-    tail = min(_last_ends(launch).tolist())
-    first_product = min(int(launch["work_ns"][comp].min()), tail) if comp.any() else tail
-    last_row = int(launch["end_ns"][communication].max()) if communication.any() else start
-    last_row = min(max(last_row, first_product), tail)
-    bounds = [start, first_product, last_row, tail, end]
-    if not communication.any():
-        bounds[1] = start
-        bounds[2] = start
-    names = ("overlapped", "mixed", "compute", "tail")
-    phases = (Phase(name, *pair) for name, pair in zip(names, zip(bounds, bounds[1:], strict=False), strict=True))
+    mixed = compute = start
+    if communication.any():
+        mixed = min(int(launch["work_ns"][comp].min(initial=tail)), tail)
+        compute = min(max(int(launch["end_ns"][communication].max()), mixed), tail)
+    bounds = (("overlapped", start, mixed), ("mixed", mixed, compute), ("compute", compute, tail), ("tail", tail, end))
+    phases = (Phase(*bound) for bound in bounds)
     return tuple(phase for phase in phases if phase.end_ns > phase.start_ns)
 
 
