@@ -29,6 +29,8 @@ _LABELS = {
 _BINS = 300
 # Shorter than this share of a launch a wait is not to be seen.
 _MIN_WAIT = 1 / 1000
+# Into a shorter share of a launch the name of a phase does not fit.
+_SHORT_PHASE = 1 / 8
 
 
 class PlotError(RuntimeError):
@@ -69,6 +71,7 @@ def write_plot(pyplot: Any, path: Path, timelines: Sequence[RankTimeline]) -> No
     )
     drawn = [{launch.name: launch for launch in drawn_launches(timeline)} for timeline in timelines]
     starts = {name: min(launches[name].start_ns for launches in drawn if name in launches) for name in columns}
+    ends = {name: max(launches[name].end_ns for launches in drawn if name in launches) for name in columns}
     roles: set[Role] = set()
     for row, (timeline, launches) in enumerate(zip(timelines, drawn, strict=True)):
         for column, name in enumerate(columns):
@@ -79,8 +82,9 @@ def write_plot(pyplot: Any, path: Path, timelines: Sequence[RankTimeline]) -> No
                 continue
             roles |= _draw_programs(top, launches[name], starts[name])
             _draw_occupancies(bottom, launches[name], starts[name])
+            top.set_xlim(0, (ends[name] - starts[name]) / 1000)
             if row == 0:
-                top.set_title(name, pad=18)
+                top.set_title(name, pad=22)
             if column == 0:
                 top.set_ylabel(f"rank {timeline.rank}\nprogram, by multiprocessor")
                 bottom.set_ylabel("share")
@@ -122,14 +126,21 @@ def _draw_programs(axis: Any, launch: Launch, zero_ns: int) -> set[Role]:
                 hatch="////",
             )
         )
-    for phase in phases_of(launch):
-        middle = ((phase.start_ns + phase.end_ns) / 2 - zero_ns) / 1000
-        axis.axvline((phase.start_ns - zero_ns) / 1000, color="black", linestyle=":", linewidth=0.8)
-        if phase.end_ns - phase.start_ns > (launch.end_ns - launch.start_ns) / 12:
-            axis.text(middle, 1.01, phase.name, transform=axis.get_xaxis_transform(), ha="center", fontsize=8)
-    axis.set_xlim(0, (launch.end_ns - zero_ns) / 1000)
+    _mark_phases(axis, launch, zero_ns)
     axis.set_ylim(len(order), 0)
     return drawn
+
+
+def _mark_phases(axis: Any, launch: Launch, zero_ns: int) -> None:
+    """A line where each phase begins, and its name; that of a short one hangs over to where others have room."""
+    for phase in phases_of(launch):
+        start, end = (phase.start_ns - zero_ns) / 1000, (phase.end_ns - zero_ns) / 1000
+        axis.axvline(start, color="black", linestyle=":", linewidth=0.9)
+        place, side, height = (start + end) / 2, "center", 1.01
+        if end - start < (launch.end_ns - launch.start_ns) / 1000 * _SHORT_PHASE:
+            place, side = (start, "left") if phase.start_ns == launch.start_ns else (end, "right")
+            height = 1.01 if phase.name == "tail" else 1.06
+        axis.text(place, height, phase.name, transform=axis.get_xaxis_transform(), ha=side, fontsize=8)
 
 
 def _draw_occupancies(axis: Any, launch: Launch, zero_ns: int) -> None:
@@ -138,7 +149,7 @@ def _draw_occupancies(axis: Any, launch: Launch, zero_ns: int) -> None:
     times = (edges - zero_ns) / 1000
     products = np.diff(integral(*product_intervals(launch), edges)) / (width * launch.num_programs)
     link = np.diff(integral(*link_intervals(launch), edges)) / (width * launch.num_programs)
-    axis.stairs(products, times, color=_COLORS[Role.COMP], fill=True, alpha=0.5)
+    axis.fill_between(times[:-1], products, step="post", color=_COLORS[Role.COMP], alpha=0.5, linewidth=0)
     axis.stairs(link, times, color=_COLORS[Role.SEND], linewidth=1.2)
     axis.set_ylim(0, 1.02)
     axis.grid(alpha=0.3)

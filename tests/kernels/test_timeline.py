@@ -5,6 +5,7 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_times_are_in_order(recorded: list[Recorded]) -> None:
         for launch in of_rank.whole:
             words = columns(launch)
             times = [words[name] for name in FIELDS[4:]]
-            assert all((earlier <= later).all() for earlier, later in zip(times, times[1:], strict=False))
+            assert all((earlier <= later).all() for earlier, later in pairwise(times))
             assert words["begin_ns"].min() >= end
             end = words["end_ns"].max()
             assert set(words["program"].tolist()) <= set(range(launch.num_programs))
