@@ -189,7 +189,7 @@ def _gemm_combine_kernel(
         task = take(counters, SECOND_ROLE)
         while task < num_tasks:
             begun = task_begins(records, LANES)
-            work_ns = begun[1]
+            work_ns = begun[0]
             if task < num_tiles:
                 work_ns = return_tile(
                     task,

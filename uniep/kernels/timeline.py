@@ -72,14 +72,14 @@ def time_ns(records):
 
 @triton.jit
 def task_begins(records, LANES: tl.constexpr):
-    """(the record's number, now). The number is taken early and held by one of LANES threads, as `tasks.claim` does,
-    so that no thread waits for it before the task is done."""
+    """(now, the record's number, the number of records there is room for). The latter two are read early and needed
+    late, and the number is held by one of LANES threads, as `tasks.claim` does: no thread waits for memory."""
     if records is None:
-        return 0, 0
+        return 0, 0, 0
     else:
         lanes = tl.arange(0, LANES)
         number = tl.atomic_add(records + tl.zeros((LANES,), tl.int32), 1, mask=lanes == 0, sem="relaxed")
-        return number, now_ns()
+        return now_ns(), number, tl.load(records + 1)
 
 
 @triton.jit
@@ -93,14 +93,15 @@ def task_ends(records, begun, ROLE: tl.constexpr, task, LANES: tl.constexpr, wor
     """
     if records is not None:
         end_ns = now_ns()
-        kept = (tl.arange(0, LANES) == 0) & (begun[0] < tl.load(records + 1))
-        record = records + (begun[0] + 1) * _WORDS
+        begin_ns, number, max_records = begun
+        kept = (tl.arange(0, LANES) == 0) & (number < max_records)
+        record = records + (number + 1) * _WORDS
         tl.store(record, ROLE, mask=kept)
         tl.store(record + 1, task, mask=kept)
         tl.store(record + 2, tl.program_id(0), mask=kept)
         tl.store(record + 3, _multiprocessor(), mask=kept)
-        tl.store(record + 4, begun[1], mask=kept)
-        tl.store(record + 5, begun[1] if work_ns is None else work_ns, mask=kept)
+        tl.store(record + 4, begin_ns, mask=kept)
+        tl.store(record + 5, begin_ns if work_ns is None else work_ns, mask=kept)
         tl.store(record + 6, end_ns if store_ns is None else store_ns, mask=kept)
         tl.store(record + 7, end_ns, mask=kept)
 
