@@ -38,8 +38,10 @@ _TOKENS = tl.constexpr(int(What.TOKENS))
 _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
 
-# Columns that an epilogue with two inputs and three outputs takes at once: more of them spill.
-_PART_COLS = 32
+# Steps of a relay's copy in flight.
+_COPY_STAGES = tl.constexpr(3)
+# Columns a warp that an epilogue with two inputs and three outputs takes at once: more of them spill.
+_PART_COLS_OF_WARP = 4
 
 _CHANGING = ["scores_address", "rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"]
 
@@ -184,6 +186,7 @@ def _dispatch_gemm_kernel(
                 TILE_ROWS,
                 COPY_ROWS,
                 COPY_COLS,
+                _COPY_STAGES,
             )
             task_ends(records, begun, ROLE_RELAY, task, LANES, work_ns=work_ns)
             task = take(counters, SECOND_ROLE)
@@ -401,17 +404,18 @@ def _launch(
     timeline: Timeline | None,
 ) -> None:
     layout, shape = heap.layout, heap.layout.shape
-    copy_rows, copy_cols = copy_shape(shape.dim, config.copy_step_elements)
+    copy_rows, copy_cols = copy_shape(shape.dim, config.copy_elements_of_warp * tiles.num_warps)
     # An address, not a tensor: the interpreter writes a tensor's whole memory back, and the heap belongs to peers too.
     scores_address = (heap.region("scores") if scores_WMK is None else scores_WMK).data_ptr()
+    num_programs = config.num_programs * tiles.occupancy
     records = launch_records(
         timeline,
         "down_grad" if backward else "up",
-        num_programs=config.num_programs,
+        num_programs=num_programs,
         tasks_per_tile=triton.cdiv(shape.hidden_dim, block_n),
         link_role=Role.SEND if shape.ep_degree > 1 else None,
     )
-    _dispatch_gemm_kernel[(config.num_programs,)](
+    _dispatch_gemm_kernel[(num_programs,)](
         tokens_TD,
         rows_RD,
         *operands,
@@ -451,7 +455,7 @@ def _launch(
         TMA=tiles.use_tma,
         BACKWARD=backward,
         SAVE_HALVES=save_halves,
-        PARTS=max(block_n // _PART_COLS, 1),
+        PARTS=max(block_n // (_PART_COLS_OF_WARP * tiles.num_warps), 1),
         SCALE_ROWS=scores_WMK is not None,
         COPY_PER_EXPERT=layout.copy_per_expert,
         DYNAMIC=config.dynamic_roles,
