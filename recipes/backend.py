@@ -12,6 +12,7 @@ from torchtitan.tools.logging import logger
 
 from recipes.config import Backend, UniEP
 from uniep.kernels.config import default_config
+from uniep.kernels.timeline import Timeline
 from uniep.layer import fused_moe
 from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
@@ -35,12 +36,20 @@ class RoutedBackend:
         run: (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, *, score_before_experts) -> out_TD.
         facts: what the record of a run says about it.
         close: gives back what it holds; all ranks call it together, after the last step.
+        timeline: where `run` records its kernels while it is recording, or None.
     """
 
     name: str
     run: Callable[..., Tensor]
     facts: Mapping[str, str] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
+    timeline: Timeline | None = None
+
+    def without_timeline(self) -> "RoutedBackend":
+        """The same for layers that are not recorded."""
+        if self.timeline is None:
+            return self
+        return replace(self, run=functools.partial(self.run, timeline=None), timeline=None)
 
 
 def resolve_backend(requested: Backend) -> Backend:
@@ -96,9 +105,10 @@ def open_backend(
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
-    run = functools.partial(fused_moe, heap=heap, config=config, fast=options.numerics == "fast")
+    timeline = Timeline(device) if options.timeline_steps else None
+    run = functools.partial(fused_moe, heap=heap, config=config, fast=options.numerics == "fast", timeline=timeline)
     facts |= {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
-    return RoutedBackend(name, run, facts, heap.close)
+    return RoutedBackend(name, run, facts, heap.close, timeline)
 
 
 def _open_heap(

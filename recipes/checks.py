@@ -35,6 +35,11 @@ def check_config(config: JobConfig, world_size: int) -> None:
             f'[uniep] numerics must be "bitwise" where backend "{backend}" runs, got "{config.uniep.numerics}": only '
             'backend = "uniep" has other numerics'
         )
+    if backend != "uniep" and config.uniep.timeline_steps:
+        raise ConfigError(
+            f'[uniep] timeline_steps must be empty with [uniep] backend = "{backend}", whose kernels record nothing, '
+            f"got {config.uniep.timeline_steps}"
+        )
     if backend != "torchtitan":
         _check_ours(config, backend)
     if backend == "uniep":
@@ -61,6 +66,7 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("debug", "seed", "0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63),
     ("uniep", "wait_timeout_s", "greater than 0", lambda value: 0 < value < math.inf),
     ("throughput", "token_budget", "a finite number greater than 0", lambda value: 0 < value < math.inf),
+    ("uniep", "timeline_steps", "steps from 1 on", lambda value: all(step >= 1 for step in value)),
     ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
 ]
 

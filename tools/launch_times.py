@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uniep.kernels.config import KernelConfig
+from uniep.kernels.timeline import Timeline
 from uniep.layer import backward_steps, forward_steps
 from uniep.symmetric.heap import SymmetricHeap
 
@@ -55,7 +56,12 @@ class LayerInputs:
 
 
 def run_layer(
-    inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, with_backward: bool
+    inputs: LayerInputs,
+    heap: SymmetricHeap,
+    config: KernelConfig,
+    *,
+    with_backward: bool,
+    timeline: Timeline | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """One forward (and backward): its results, and pairs of CUDA events around each step."""
     events: dict[str, Any] = {}
@@ -74,7 +80,7 @@ def run_layer(
         raise RuntimeError("the rows had no room: warm up first")
 
     weights = (inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
-    more: dict[str, Any] = {"score_before_experts": False, "heap": heap, "config": config}
+    more: dict[str, Any] = {"score_before_experts": False, "heap": heap, "config": config, "timeline": timeline}
     routing = (inputs.scores_TK, inputs.expert_ids_TK)
     forward = forward_steps(inputs.x_TD, *routing, *weights, save=with_backward, **more)
     out_TD, saved = stepped(forward, FORWARD_STEPS)
@@ -85,15 +91,25 @@ def run_layer(
 
 
 def launch_times_ms(
-    inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, with_backward: bool, num_calls: int
+    inputs: LayerInputs,
+    heap: SymmetricHeap,
+    config: KernelConfig,
+    *,
+    with_backward: bool,
+    num_calls: int,
+    timeline: Timeline | None = None,
 ) -> dict[str, float]:
-    """Medians of this rank, of the steps' GPU time. All ranks call it together."""
+    """Medians of this rank, of the steps' GPU time. All ranks call it together. A timeline records each call anew, and
+    still records when the last one is done."""
     times: dict[str, list[float]] = {}
     for _ in range(num_calls):
         torch.cuda.synchronize()
+        if timeline is not None:
+            timeline.start()
+            torch.cuda.synchronize()
         dist.barrier()
         torch.cuda._sleep(_PAUSE_CYCLES)
-        _, events = run_layer(inputs, heap, config, with_backward=with_backward)
+        _, events = run_layer(inputs, heap, config, with_backward=with_backward, timeline=timeline)
         torch.cuda.synchronize()
         for name, (start, end) in events.items():
             times.setdefault(name, []).append(start.elapsed_time(end))
