@@ -17,7 +17,6 @@ from uniep.kernels.gemm_combine import (
     launch_gemm_combine_backward,
     reduce_by_torch,
     reduces_in_kernel,
-    returned_rows,
     returned_score_grads,
 )
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
@@ -94,16 +93,14 @@ def forward_steps(
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
     in_kernel = reduces_in_kernel(num_tokens, dim, score_before_experts=score_before_experts)
     epoch = heap.next_epoch()
-    launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch, timeline=timeline)
+    keeps_rows = save and not score_before_experts and not fast
+    returned = heap.take_returned(keep=keeps_rows)
+    launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch, returned=returned, timeline=timeline)
     yield
     plan, sizes = launch_build_plan(heap, by_priority=config.by_priority)
     # Before the combine: after it, peers may already write those of the next forward.
     scores_WMK = heap.region("scores").clone() if save and not score_before_experts else None
     yield
-    saved_TKD = None
-    keeps_rows = scores_WMK is not None and not fast
-    if keeps_rows and in_kernel:
-        saved_TKD = torch.empty(num_tokens, top_k, dim, dtype=torch.bfloat16, device=x_TD.device)
     while True:
         room_rows = heap.room_rows
         up = launch_dispatch_gemm(
@@ -130,7 +127,7 @@ def forward_steps(
             epoch=epoch,
             score_before_experts=score_before_experts,
             reduce_in_kernel=in_kernel,
-            saved_TKD=saved_TKD,
+            returned=returned,
             timeline=timeline,
         )
         yield
@@ -141,14 +138,16 @@ def forward_steps(
         # The rows had no room and neither kernel did more than send tokens: both once more, with room.
         heap.make_room(num_rows)
     if not in_kernel:
-        out_TD = reduce_by_torch(scores_TK, heap)
+        out_TD = reduce_by_torch(scores_TK, returned)
     if up.g_RF is None or up.u_RF is None:
         return out_TD, None
-    if keeps_rows and saved_TKD is None:
-        saved_TKD = returned_rows(num_tokens, heap).clone()
+    y_TKD = None
+    if keeps_rows:
+        y_TKD = returned.of_tokens(num_tokens, top_k)
+        y_TKD = y_TKD if returned.kept else y_TKD.clone()
     # A tensor without rows has no address, which a TMA descriptor needs.
     kept = slice(max(num_rows, 1))
-    return out_TD, Saved(plan, up.x_RD[kept], up.g_RF[kept], up.u_RF[kept], scores_WMK, saved_TKD)
+    return out_TD, Saved(plan, up.x_RD[kept], up.g_RF[kept], up.u_RF[kept], scores_WMK, y_TKD)
 
 
 def backward_steps(
@@ -182,7 +181,7 @@ def backward_steps(
     grad_TD, scores_TK = grad_TD.contiguous(), scores_TK.contiguous()
     expert_ids_TK = expert_ids_TK.contiguous()
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
-    epoch = heap.next_epoch()
+    epoch, returned = heap.next_epoch(), heap.take_returned(keep=False)
     rows = launch_dispatch_gemm_backward(
         grad_TD,
         w2_LDF,
@@ -226,6 +225,7 @@ def backward_steps(
         config=config,
         epoch=epoch,
         score_before_experts=score_before_experts,
+        returned=returned,
         round_all=not fast,
         score_parts_RP=rows.score_parts_RP,
         timeline=timeline,
@@ -235,7 +235,7 @@ def backward_steps(
         grad_scores_TK = returned_score_grads(len(scores_TK), heap).clone()
     elif score_before_experts:
         assert x_TD is not None
-        grad_scores_TK = _grad_scores_before(returned_rows(len(scores_TK), heap), x_TD, scores_TK)
+        grad_scores_TK = _grad_scores_before(returned.of_tokens(*scores_TK.shape), x_TD, scores_TK)
     return Gradients(grad_x_TD, grad_scores_TK, grad_w1_LFD, grad_w2_LDF, grad_w3_LFD)
 
 

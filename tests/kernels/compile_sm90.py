@@ -125,12 +125,12 @@ def capture_launches(
     timeline = Timeline(meta)
     if recorded:
         timeline.start()
-    launch_exchange_routing(ids, scores, heap, epoch=1, timeline=timeline)
+    returned = heap.take_returned(keep=False)
+    launch_exchange_routing(ids, scores, heap, epoch=1, returned=returned, timeline=timeline)
     plan, _ = build_plan.launch_build_plan(heap)
     score: dict[str, Any] = {"score_before_experts": score_before_experts, "timeline": timeline}
     rows = num_tokens * shape.top_k
     up = launch_dispatch_gemm(x, w1, w3, plan, heap, config=config, room_rows=rows, epoch=1, save_halves=True, **score)
-    saved = torch.empty(num_tokens, shape.top_k, dim, dtype=torch.bfloat16, device=meta)
     launch_gemm_combine(
         up.h_RF,
         w2,
@@ -140,7 +140,7 @@ def capture_launches(
         config=config,
         epoch=1,
         reduce_in_kernel=True,
-        saved_TKD=None if score_before_experts else saved,
+        returned=returned,
         **score,
     )
     all_scores = None if score_before_experts else heap.region("scores")
@@ -169,6 +169,7 @@ def capture_launches(
             heap,
             config=config,
             epoch=2,
+            returned=returned,
             round_all=not fast,
             score_parts_RP=grads.score_parts_RP,
             **score,

@@ -1,5 +1,6 @@
 """The whole fused backward over interpreted ranks, against an oracle that sees the global batch."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -139,11 +140,13 @@ def two_layers(inputs: list[list[Tensor]], run: Callable[[int], Tensor], grads: 
 
 
 @pytest.mark.parametrize("again", ["kept", "run_again"])
-@pytest.mark.parametrize("score_before_experts", [False, True])
-def test_layers_on_one_heap(score_before_experts: bool, again: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a layer keeps does not lie where the next one writes; and with checkpointing forwards stand between the
-    backwards."""
-    case = Case(2, 3, (9, 11), score_before_experts=score_before_experts)
+@pytest.mark.parametrize(("score_before_experts", "num_kept"), [(False, 0), (False, 1), (False, 2), (True, 1)])
+def test_layers_on_one_heap(
+    score_before_experts: bool, num_kept: int, again: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer keeps does not lie where the next one writes, with as many buffers for it as layers and with fewer;
+    with checkpointing forwards stand between the backwards; and all buffers are free again in the end."""
+    case = Case(2, 3, (9, 11), score_before_experts=score_before_experts, num_kept=num_kept)
     batches = [case.draw(seed) for seed in range(2)]
     grads = [draw_grads(batch, seed, exact=True) for seed, batch in enumerate(batches)]
     poison_new_tensors(monkeypatch)
@@ -161,7 +164,12 @@ def test_layers_on_one_heap(score_before_experts: bool, again: str, monkeypatch:
                 return forward(*inputs[layer])
             return checkpoint(forward, *inputs[layer], use_reentrant=False)
 
-        return two_layers(inputs, run, [grad[rank] for grad in grads])
+        results = two_layers(inputs, run, [grad[rank] for grad in grads])
+        gc.collect()
+        buffers = [heap.take_returned(keep=True) for _ in range(num_kept + 1)]
+        assert [buffer.kept for buffer in buffers] == [True] * num_kept + [False]
+        assert len({buffer.offset_bytes for buffer in buffers}) == num_kept + 1
+        return results
 
     for rank, results in enumerate(run_ranks(case.layout, body, timeout_s=10.0)):
         for batch, grad, got in zip(batches, grads, results, strict=True):

@@ -69,7 +69,13 @@ def test_exchange(num_tokens: list[int]) -> None:
 
     def body(heap: SymmetricHeap) -> tuple[list, list]:
         own = slice(0, num_tokens[heap.rank])
-        launch_exchange_routing(ids[heap.rank, own], scores[heap.rank, own], heap, epoch=heap.next_epoch())
+        launch_exchange_routing(
+            ids[heap.rank, own],
+            scores[heap.rank, own],
+            heap,
+            epoch=heap.next_epoch(),
+            returned=heap.take_returned(keep=False),
+        )
         heap.check()
         return heap.region("expert_ids").tolist(), heap.region("scores").tolist()
 

@@ -30,15 +30,18 @@ def test_rows(scores_first: bool, copy_per_expert: bool) -> None:
         poison(heap)
         rank, epoch = heap.rank, heap.next_epoch()
         w1, w2, w3 = batch.weights(rank)
-        launch_exchange_routing(ids[rank], batch.scores[rank], heap, epoch=epoch)
+        returned = heap.take_returned(keep=False)
+        launch_exchange_routing(ids[rank], batch.scores[rank], heap, epoch=epoch, returned=returned)
         plan, sizes = launch_build_plan(heap)
         common = {"config": CONFIG, "epoch": epoch, "score_before_experts": scores_first}
         up = launch_dispatch_gemm(
             batch.x[rank], w1, w3, plan, heap, room_rows=sizes.num_rows(), save_halves=True, **common
         )
-        launch_gemm_combine(up.h_RF, w2, batch.scores[rank], plan, heap, reduce_in_kernel=False, **common)
+        launch_gemm_combine(
+            up.h_RF, w2, batch.scores[rank], plan, heap, reduce_in_kernel=False, returned=returned, **common
+        )
         heap.check()
-        tensors = (up.x_RD, up.g_RF, up.u_RF, up.h_RF, heap.region("returned"))
+        tensors = (up.x_RD, up.g_RF, up.u_RF, up.h_RF, returned.rows_ND)
         return [tensor.float().numpy() for tensor in tensors]
 
     x_MD, scores_MK = torch.cat(batch.x), torch.cat(batch.scores)

@@ -31,7 +31,8 @@ def forward_until(heap: SymmetricHeap, last: str) -> None:
     """The forward's steps up to one of them."""
     rank, epoch = heap.rank, heap.next_epoch()
     w1, w2, w3 = BATCH.weights(rank)
-    launch_exchange_routing(IDS[rank], BATCH.scores[rank], heap, epoch=epoch)
+    returned = heap.take_returned(keep=False)
+    launch_exchange_routing(IDS[rank], BATCH.scores[rank], heap, epoch=epoch, returned=returned)
     if last == "exchange":
         return
     plan, sizes = launch_build_plan(heap)
@@ -40,7 +41,7 @@ def forward_until(heap: SymmetricHeap, last: str) -> None:
     up = launch_dispatch_gemm(BATCH.x[rank], w1, w3, plan, heap, room_rows=room_rows, save_halves=False, **common)
     if last == "dispatch":
         return
-    launch_gemm_combine(up.h_RF, w2, BATCH.scores[rank], plan, heap, reduce_in_kernel=True, **common)
+    launch_gemm_combine(up.h_RF, w2, BATCH.scores[rank], plan, heap, reduce_in_kernel=True, returned=returned, **common)
 
 
 def run_and_check(heap: SymmetricHeap) -> None:
@@ -75,7 +76,9 @@ def test_missing_peer_is_named(last_of_rank_1: str, waits_for: str) -> None:
 def test_failed_forward_is_reported_by_the_next() -> None:
     def body(heap: SymmetricHeap) -> str:
         if heap.rank == 0:
-            launch_exchange_routing(IDS[0], BATCH.scores[0], heap, epoch=heap.next_epoch())
+            launch_exchange_routing(
+                IDS[0], BATCH.scores[0], heap, epoch=heap.next_epoch(), returned=heap.take_returned(keep=False)
+            )
             _, sizes = launch_build_plan(heap)
             with pytest.raises(WaitTimeoutError, match="the expert ids of rank 1"):
                 sizes.num_rows()

@@ -44,6 +44,7 @@ class Case:
     reduce_in_kernel: bool = True
     num_calls: int = 1
     room_rows: int | None = None
+    num_kept: int = 0
 
     @property
     def shape(self) -> MoEShape:
@@ -51,7 +52,13 @@ class Case:
 
     @property
     def layout(self) -> HeapLayout:
-        return HeapLayout(self.shape, max(self.num_tokens), tile_rows=TILE_ROWS, copy_per_expert=self.copy_per_expert)
+        return HeapLayout(
+            self.shape,
+            max(self.num_tokens),
+            tile_rows=TILE_ROWS,
+            copy_per_expert=self.copy_per_expert,
+            num_kept=self.num_kept,
+        )
 
     def draw(self, seed: int) -> Batch:
         generator = torch.Generator().manual_seed(seed)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.copy_shape import copy_shape
-from uniep.kernels.memory import copy_rows, copy_scaled_rows
+from uniep.kernels.memory import copy_rows
 from uniep.kernels.numerics import to_bf16
 
 DIM = 7168
@@ -16,17 +16,12 @@ NUM_ROWS = 524_288
 
 
 @triton.jit
-def _copy_kernel(
-    source_address, target, rows, scale, D: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
+def _copy_kernel(source_address, target, rows, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     index = tl.arange(0, ROWS)
     row = tl.load(rows + index)
     from_address = source_address + row.to(tl.int64) * (D * 2)
     to_address = target.to(tl.int64) + index.to(tl.int64) * (D * 2)
-    if SCALED:
-        copy_scaled_rows(from_address, to_address, tl.load(scale + index), index < ROWS - 1, D, COLS)
-    else:
-        copy_rows(from_address, to_address, index < ROWS - 1, D, COLS)
+    copy_rows(from_address, to_address, index < ROWS - 1, D, COLS)
 
 
 @triton.jit
@@ -44,18 +39,15 @@ def large_rows(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return rows.view(NUM_ROWS, DIM)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_copies_past_32_bits(large_rows: torch.Tensor, scaled: bool) -> None:
+def test_copies_past_32_bits(large_rows: torch.Tensor) -> None:
     rows = torch.tensor([0, 299_999, NUM_ROWS - 1, 5], dtype=torch.int32)
     values = torch.randn(4, DIM).bfloat16()
     large_rows[rows.long()] = values
     target = torch.full((4, DIM), float("nan"), dtype=torch.bfloat16)
-    scale = torch.rand(4)
     _, cols = copy_shape(DIM, 16_384)
     # Only addresses go in: the interpreter would copy the whole tensor.
-    _copy_kernel[(1,)](large_rows.data_ptr(), target, rows, scale, D=DIM, SCALED=scaled, ROWS=4, COLS=cols)
-    expected = (values.float() * scale[:, None]).bfloat16() if scaled else values
-    assert torch.equal(target[:3], expected[:3])
+    _copy_kernel[(1,)](large_rows.data_ptr(), target, rows, D=DIM, ROWS=4, COLS=cols)
+    assert torch.equal(target[:3], values[:3])
     assert torch.isnan(target[3].float()).all()
 
 

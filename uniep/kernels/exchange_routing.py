@@ -10,6 +10,7 @@ from uniep.kernels.signals import fence_system, signal_all_ranks, wait_all_ranks
 from uniep.kernels.tasks import FINISHED, is_last
 from uniep.kernels.timeline import ROLE_MEET, ROLE_SEND, Role, Timeline, launch_records, task_begins, task_ends, time_ns
 from uniep.symmetric.heap import SymmetricHeap
+from uniep.symmetric.returned import ReturnedBuffer
 from uniep.symmetric.watch import Kernel, What
 
 _KERNEL = tl.constexpr(int(Kernel.EXCHANGE_ROUTING))
@@ -19,7 +20,7 @@ _BLOCK = 1024
 _NUM_WARPS = 4
 
 
-@triton.jit(do_not_specialize=["rank", "num_routed", "epoch", "timeout_us"])
+@triton.jit(do_not_specialize=["rank", "num_routed", "epoch", "timeout_us", "returned_offset_bytes"])
 def _exchange_routing_kernel(
     expert_ids_N,
     scores_N,
@@ -31,8 +32,10 @@ def _exchange_routing_kernel(
     num_routed,
     epoch,
     timeout_us,
+    returned_offset_bytes,
     ids_offset_bytes,
     scores_offset_bytes,
+    offsets_offset_bytes,
     flags_offset_bytes,
     NUM_SLOTS: tl.constexpr,
     W: tl.constexpr,
@@ -41,9 +44,9 @@ def _exchange_routing_kernel(
     LANES: tl.constexpr,
 ):
     """Every program writes its share of this rank's ids and scores to all ranks (also to itself), slots without a
-    token as
-    -1. The program that finishes last signals all ranks, then waits for the signals of all. What it waits for is the
-    work of programs that wait for nothing, so one program a rank is enough.
+    token as -1, the first program also where this rank wants its rows back. The program that finishes last signals all
+    ranks, then waits for the signals of all. What it waits for is the work of programs that wait for nothing, so one
+    program a rank is enough.
 
     Two ranks: rank 0's last program stores epoch into routing_flags[0] of rank 0 and of rank 1, and leaves once
     routing_flags[0] and [1] of its own heap hold the epoch.
@@ -63,6 +66,11 @@ def _exchange_routing_kernel(
             tl.store(target_ids + place, ids, mask=slot < NUM_SLOTS)
             tl.store(target_scores + place, scores, mask=slot < NUM_SLOTS)
         block += tl.num_programs(0)
+    if tl.program_id(0) == 0:
+        ranks = tl.arange(0, RANKS)
+        offsets = tl.load(peers_W + ranks, mask=ranks < W, other=0) + offsets_offset_bytes + rank.to(tl.int64) * 8
+        wanted = tl.zeros((RANKS,), tl.int64) + returned_offset_bytes
+        tl.store(offsets.to(tl.pointer_type(tl.int64)), wanted, mask=ranks < W)
     fence_system()
     task_ends(records, begun, ROLE_SEND, tl.program_id(0), LANES)
     if is_last(counters, FINISHED, tl.num_programs(0)):
@@ -74,9 +82,16 @@ def _exchange_routing_kernel(
 
 
 def launch_exchange_routing(
-    expert_ids_TK: Tensor, scores_TK: Tensor, heap: SymmetricHeap, *, epoch: int, timeline: Timeline | None = None
+    expert_ids_TK: Tensor,
+    scores_TK: Tensor,
+    heap: SymmetricHeap,
+    *,
+    epoch: int,
+    returned: ReturnedBuffer,
+    timeline: Timeline | None = None,
 ) -> None:
-    """Fills the regions expert_ids and scores of every rank's heap with the routing of all ranks."""
+    """Fills the regions expert_ids and scores of every rank's heap with the routing of all ranks, and returned_offsets
+    with where they want their rows back."""
     layout = heap.layout
     num_tokens, top_k = expert_ids_TK.shape
     if top_k != layout.shape.top_k:
@@ -103,8 +118,10 @@ def launch_exchange_routing(
         num_tokens * top_k,
         epoch,
         heap.timeout_us,
+        returned.offset_bytes,
         heap.offset_bytes("expert_ids"),
         heap.offset_bytes("scores"),
+        heap.offset_bytes("returned_offsets"),
         heap.offset_bytes("routing_flags"),
         NUM_SLOTS=layout.max_tokens * top_k,
         W=num_ranks,

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from uniep.kernels.config import CombineConfig, KernelConfig
 from uniep.kernels.copy_shape import copy_shape
 from uniep.kernels.gemm_tile import column_parts, gemm_tile, gemm_tile_joined, gemm_tile_two, sum_of_two
-from uniep.kernels.memory import region_address, row_ptrs
+from uniep.kernels.memory import returned_address, row_ptrs
 from uniep.kernels.numerics import to_bf16
 from uniep.kernels.reduce import reduce_tokens, reduce_tokens_by_expert
 from uniep.kernels.return_rows import return_tile
@@ -45,6 +45,7 @@ from uniep.kernels.timeline import (
 )
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
+from uniep.symmetric.returned import ReturnedBuffer
 from uniep.symmetric.watch import Kernel, What
 
 _OUTPUT_TILE = tl.constexpr(int(What.OUTPUT_TILE))
@@ -61,7 +62,9 @@ _REDUCE_TASK_TOKENS = 8
 _REDUCE_STEP_ELEMENTS = 2048
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "epoch", "timeout_us", "room_rows", "num_combine"])
+@triton.jit(
+    do_not_specialize=["rank", "num_tokens", "epoch", "timeout_us", "room_rows", "num_combine", "returned_offset_bytes"]
+)
 def _gemm_combine_kernel(
     h,
     w2,
@@ -73,7 +76,6 @@ def _gemm_combine_kernel(
     scores_TK,
     expert_ids_TK,
     out_TD,
-    saved_TKD,
     score_parts_RP,
     row_origin_R,
     expert_offsets,
@@ -93,6 +95,7 @@ def _gemm_combine_kernel(
     room_rows,
     num_combine,
     returned_offset_bytes,
+    offsets_offset_bytes,
     flags_offset_bytes,
     score_grads_offset_bytes,
     KERNEL: tl.constexpr,
@@ -116,7 +119,6 @@ def _gemm_combine_kernel(
     PARTS: tl.constexpr,
     REDUCE: tl.constexpr,
     SCORED: tl.constexpr,
-    SAVE_ROWS: tl.constexpr,
     KS: tl.constexpr,
     DYNAMIC: tl.constexpr,
     TASK_TOKENS: tl.constexpr,
@@ -182,7 +184,7 @@ def _gemm_combine_kernel(
             rows = first_row + tl.arange(0, TILE_ROWS)
             origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
             source = origin // NUM_SLOTS
-            address = region_address(peers_W, source, returned_offset_bytes)
+            address = returned_address(peers_W, rank, source, returned_offset_bytes, offsets_offset_bytes, BACKWARD)
             address += (origin % NUM_SLOTS).to(tl.int64) * (D * 2)
             if STAGED:
                 address = tl.where(source == rank, address, rows_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2))
@@ -230,6 +232,7 @@ def _gemm_combine_kernel(
                     epoch,
                     timeout_us,
                     returned_offset_bytes,
+                    offsets_offset_bytes,
                     KERNEL,
                     _OUTPUT_TILE,
                     NUM_SLOTS,
@@ -237,6 +240,7 @@ def _gemm_combine_kernel(
                     num_col_tiles,
                     COL_TILES,
                     STAGED,
+                    BACKWARD,
                     TILE_ROWS,
                     COPY_ROWS,
                     COPY_COLS,
@@ -277,7 +281,6 @@ def _gemm_combine_kernel(
                     task,
                     scores_TK,
                     out_TD,
-                    saved_TKD,
                     peers_W,
                     rank,
                     num_tokens,
@@ -285,7 +288,6 @@ def _gemm_combine_kernel(
                     D,
                     K,
                     SCORED,
-                    SAVE_ROWS,
                     TASK_TOKENS,
                     REDUCE_ROWS,
                     REDUCE_COLS,
@@ -300,20 +302,14 @@ def reduces_in_kernel(num_tokens: int, dim: int, *, score_before_experts: bool) 
     return score_before_experts or (num_tokens >= _MIN_REDUCE_TOKENS and num_tokens * dim > _MIN_REDUCE_ELEMENTS)
 
 
-def returned_rows(num_tokens: int, heap: SymmetricHeap) -> Tensor:
-    """The rows [T, K, D] that came back in the last combine. They stay until this rank enters its next combine."""
-    shape = heap.layout.shape
-    return heap.region("returned")[: num_tokens * shape.top_k].view(num_tokens, shape.top_k, shape.dim)
-
-
 def returned_score_grads(num_tokens: int, heap: SymmetricHeap) -> Tensor:
     """The gradients of the scores [T, K] that came back in the last combine, in fp32; they stay as long as its rows."""
     return heap.region("score_grads")[:num_tokens]
 
 
-def reduce_by_torch(scores_TK: Tensor, heap: SymmetricHeap) -> Tensor:
+def reduce_by_torch(scores_TK: Tensor, returned: ReturnedBuffer) -> Tensor:
     """The combine's sum where only torch.bmm has its own bits, after a launch with reduce_in_kernel=False."""
-    rows_TKD = returned_rows(len(scores_TK), heap)
+    rows_TKD = returned.of_tokens(*scores_TK.shape)
     return torch.bmm(scores_TK.unsqueeze(1), rows_TKD.float()).to(torch.bfloat16).squeeze(1)
 
 
@@ -328,13 +324,13 @@ def launch_gemm_combine(
     epoch: int,
     score_before_experts: bool,
     reduce_in_kernel: bool,
-    saved_TKD: Tensor | None = None,
+    returned: ReturnedBuffer,
     timeline: Timeline | None = None,
 ) -> Tensor:
     """The forward. Returns out_TD, which without reduce_in_kernel is for reduce_by_torch to make.
 
     Args:
-        saved_TKD: where the reduce is to keep the returned rows, if anywhere.
+        returned: what the exchange told the peers.
         timeline: records the launch, if it is recording.
     """
     hidden_dim = heap.layout.shape.hidden_dim
@@ -347,7 +343,6 @@ def launch_gemm_combine(
         (h, w2, None, None, None, None),
         scores_TK,
         None,
-        saved_TKD,
         None,
         plan,
         heap,
@@ -359,6 +354,7 @@ def launch_gemm_combine(
         round_all=False,
         reduce=reduce_in_kernel,
         scored=not score_before_experts,
+        returned=returned,
         timeline=timeline,
     )
 
@@ -376,6 +372,7 @@ def launch_gemm_combine_backward(
     config: KernelConfig,
     epoch: int,
     score_before_experts: bool,
+    returned: ReturnedBuffer,
     round_all: bool = True,
     score_parts_RP: Tensor | None = None,
     timeline: Timeline | None = None,
@@ -383,6 +380,7 @@ def launch_gemm_combine_backward(
     """The backward. Returns the gradients of the tokens [T, D].
 
     Args:
+        returned: the working buffer.
         round_all: the contract's roundings, instead of one a row and one a sum.
         score_parts_RP: gradients of the rows' scores in parts, whose sums are then `returned_score_grads`.
     """
@@ -396,7 +394,6 @@ def launch_gemm_combine_backward(
         (None, None, grad_g, w1, grad_u, w3),
         scores_TK,
         expert_ids_TK,
-        None,
         score_parts_RP,
         plan,
         heap,
@@ -408,6 +405,7 @@ def launch_gemm_combine_backward(
         round_all=round_all,
         reduce=True,
         scored=score_before_experts,
+        returned=returned,
         timeline=timeline,
     )
 
@@ -416,7 +414,6 @@ def _launch(
     operands: tuple[Tensor | TensorDescriptor | None, ...],
     scores_TK: Tensor,
     expert_ids_TK: Tensor | None,
-    saved_TKD: Tensor | None,
     score_parts_RP: Tensor | None,
     plan: RoutingPlan,
     heap: SymmetricHeap,
@@ -429,6 +426,7 @@ def _launch(
     round_all: bool,
     reduce: bool,
     scored: bool,
+    returned: ReturnedBuffer,
     timeline: Timeline | None,
 ) -> Tensor:
     layout, shape = heap.layout, heap.layout.shape
@@ -454,7 +452,6 @@ def _launch(
         scores_TK,
         expert_ids_TK,
         out_TD,
-        saved_TKD,
         score_parts_RP,
         plan.row_origin_R,
         plan.expert_offsets,
@@ -473,7 +470,8 @@ def _launch(
         heap.timeout_us,
         room_rows,
         tiles.num_combine,
-        heap.offset_bytes("returned"),
+        returned.offset_bytes,
+        heap.offset_bytes("returned_offsets"),
         heap.offset_bytes("returned_flags"),
         heap.offset_bytes("score_grads") if num_parts else None,
         KERNEL=int(Kernel.GEMM_COMBINE_BACKWARD if backward else Kernel.GEMM_COMBINE),
@@ -497,7 +495,6 @@ def _launch(
         PARTS=max(tiles.block_n // _PART_COLS, 1) if round_all else 1,
         REDUCE=reduce,
         SCORED=scored,
-        SAVE_ROWS=saved_TKD is not None,
         KS=triton.next_power_of_2(shape.top_k),
         DYNAMIC=config.dynamic_roles,
         TASK_TOKENS=_REDUCE_TASK_TOKENS,

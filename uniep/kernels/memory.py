@@ -16,6 +16,18 @@ def region_address(peers_W, rank, offset_bytes):
 
 
 @triton.jit
+def returned_address(peers_W, rank, source, returned_offset_bytes, offsets_offset_bytes, BACKWARD: tl.constexpr):
+    """Where source ranks want their rows back: in a forward they said so with their routing, in a backward it is the
+    same place on all."""
+    if BACKWARD:
+        offset_bytes = returned_offset_bytes
+    else:
+        offsets = region_address(peers_W, rank, offsets_offset_bytes).to(tl.pointer_type(tl.int64))
+        offset_bytes = tl.load(offsets + source)
+    return region_address(peers_W, source, offset_bytes)
+
+
+@triton.jit
 def row_ptrs(address_B, cols_C):
     """bf16 pointers [B, C] to columns of rows that start at 16-byte aligned addresses; cols must be contiguous."""
     ptrs = address_B.to(tl.pointer_type(tl.bfloat16))[:, None] + cols_C[None, :]

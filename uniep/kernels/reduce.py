@@ -14,7 +14,6 @@ def reduce_tokens(
     task,
     scores_TK,
     out_TD,
-    saved_TKD,
     peers_W,
     rank,
     num_tokens,
@@ -22,7 +21,6 @@ def reduce_tokens(
     D: tl.constexpr,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    SAVE_ROWS: tl.constexpr,
     TASK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -30,8 +28,6 @@ def reduce_tokens(
     """WEIGHTED: out = sum of score[k] * y[k] as fp32 FMAs, k ascending, one rounding (torch.bmm's order).
 
     Else the plain sum in four interleaved fp32 parts, part k mod 4, added in order, one rounding (torch.sum's order).
-
-    SAVE_ROWS keeps the rows for the backward: the next layer overwrites those in the heap.
     """
     returned = region_address(peers_W, rank, returned_offset_bytes)
     for step in range(0, TASK_TOKENS, ROWS):
@@ -47,11 +43,7 @@ def reduce_tokens(
             acc2 = tl.zeros((ROWS, COLS), tl.float32)
             acc3 = tl.zeros((ROWS, COLS), tl.float32)
             for k in tl.static_range(K):
-                row = tl.load(row_ptrs(first_row + k * (D * 2), cols), mask=inside, other=0.0)
-                if SAVE_ROWS:
-                    saved_row = saved_TKD.to(tl.int64) + (token.to(tl.int64) * K + k) * (D * 2)
-                    tl.store(row_ptrs(saved_row, cols), row, mask=inside)
-                y = row.to(tl.float32)
+                y = tl.load(row_ptrs(first_row + k * (D * 2), cols), mask=inside, other=0.0).to(tl.float32)
                 if WEIGHTED:
                     score = tl.load(scores_TK + token * K + k, mask=exists, other=0.0)
                     acc0 = tl.fma(tl.zeros((ROWS, COLS), tl.float32) + score[:, None], y, acc0)

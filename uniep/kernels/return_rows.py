@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from uniep.kernels.memory import copy_rows, region_address
+from uniep.kernels.memory import copy_rows, returned_address
 from uniep.kernels.signals import fence_system, wait_flags
 from uniep.kernels.timeline import time_ns
 
@@ -23,6 +23,7 @@ def return_tile(
     epoch,
     timeout_us,
     returned_offset_bytes,
+    offsets_offset_bytes,
     KERNEL: tl.constexpr,
     WHAT: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -30,6 +31,7 @@ def return_tile(
     NUM_COL_TILES: tl.constexpr,
     COL_TILES: tl.constexpr,
     STAGED: tl.constexpr,
+    BACKWARD: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     COPY_ROWS: tl.constexpr,
     COPY_COLS: tl.constexpr,
@@ -63,7 +65,8 @@ def return_tile(
             source = origin // NUM_SLOTS
             returned = (rows < end_row) & (source != rank)
             place = (origin % NUM_SLOTS).to(tl.int64) * (D * 2)
-            target = region_address(peers_W, source, returned_offset_bytes) + place
+            target = returned_address(peers_W, rank, source, returned_offset_bytes, offsets_offset_bytes, BACKWARD)
+            target += place
             copy_rows(y_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2), target, returned, D, COPY_COLS)
             rows = next_rows
     fence_system()

@@ -8,9 +8,9 @@ one stream of each rank, a backward dispatch(i), combine(i), each under an epoch
 order; each kernel ends only after its waits. A combine ends after the combine of the same epoch has sent all rows on
 every rank, for it waits for all returned flags. Let rank a write to rank b in epoch i+1:
 
-- routing (ids, scores): a is in exchange(i+1), so its combine(i) ended, so b's combine(i) sent all its rows, so the
-  plans and dispatches up to i, earlier on b's stream, no longer read ids and scores, and copies of them that stand
-  before b's combine(i) are made.
+- routing (ids, scores, and where a wants its rows back): a is in exchange(i+1), so its combine(i) ended, so b's
+  combine(i) sent all its rows, so the plans, dispatches and combines up to i no longer read them, and copies of them
+  that stand before b's combine(i) are made.
 - received rows: a is in dispatch(i+1), so again its combine(i) ended and b's dispatch(i), whose relay reads them,
   ended. The same holds for the token flags, which that relay reads.
 - returned rows: a is in combine(i+1) and returns a row, for which its relay waited for b's token of epoch i+1. b sent
@@ -66,6 +66,7 @@ class HeapLayout:
         max_tokens: M, the most tokens that a rank brings.
         tile_rows: rows of a GEMM tile, which the scoreboard is sized by.
         copy_per_expert: room for a copy of a token for each expert (for measuring).
+        num_kept: buffers, beside the working one, in which returned rows can stay for a backward.
 
     Raises:
         ShapeError: a row of D or F elements is no multiple of 16 bytes, or max_tokens is not positive.
@@ -75,6 +76,7 @@ class HeapLayout:
     max_tokens: int
     tile_rows: int = 128
     copy_per_expert: bool = False
+    num_kept: int = 0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -95,9 +97,10 @@ class HeapLayout:
             "token_flags": ((num_receive_slots,), torch.int32),
             "expert_ids": ((ranks, slots, top_k), torch.int32),
             "scores": ((ranks, slots, top_k), torch.float32),
+            "returned_offsets": ((ranks,), torch.int64),
             "score_grads": ((slots, top_k), torch.float32),
             "received": ((num_receive_slots, dim), torch.bfloat16),
-            "returned": ((slots * top_k, dim), torch.bfloat16),
+            "returned": ((1 + self.num_kept, slots * top_k, dim), torch.bfloat16),
         }
         regions: dict[str, Region] = {}
         offset = 0

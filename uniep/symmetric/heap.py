@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from uniep.plan.layout import HeapLayout, Region
+from uniep.symmetric.returned import ReturnedBuffer, lend
 from uniep.symmetric.watch import NUM_WATCH_WORDS, raise_if_given_up
 
 # Task counters of the kernels, see uniep.kernels.tasks.
@@ -75,9 +76,21 @@ class SymmetricHeap:
         self._base_U8 = base_U8
         self._close: Callable[[], None] | None = close
         self._epoch = 0
+        self._free_returned = list(range(layout.num_kept, 0, -1))
         # What balanced routing brings, and a little more.
         self.room_rows = 0
         self.make_room(layout.max_tokens * layout.shape.top_k)
+
+    def take_returned(self, *, keep: bool) -> ReturnedBuffer:
+        """Where the rows of a launch come back: the working buffer, or if keep and one is free a kept one."""
+        index = self._free_returned.pop() if keep and self._free_returned else 0
+        region = self.layout.regions["returned"]
+        num_bytes = region.num_bytes // region.shape[0]
+        offset_bytes = region.offset_bytes + index * num_bytes
+        memory_U8 = self._base_U8[offset_bytes : offset_bytes + num_bytes]
+        if index:
+            memory_U8 = lend(memory_U8, lambda: self._free_returned.append(index))
+        return ReturnedBuffer(offset_bytes, memory_U8.view(region.dtype).view(region.shape[1:]), kept=index > 0)
 
     @property
     def num_ranks(self) -> int:
