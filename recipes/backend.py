@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 from torchtitan.tools.logging import logger
 
+from recipes.choices import fixed_by_hand
 from recipes.config import Backend, UniEP
+from recipes.tuning import open_tuner
 from uniep.kernels.config import default_config
 from uniep.layer import fused_moe
 from uniep.plan.layout import HeapLayout
@@ -34,12 +36,14 @@ class RoutedBackend:
         name: the backend that runs.
         run: (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, *, score_before_experts) -> out_TD.
         facts: what the record of a run says about it.
+        metrics: numbers of the last steps, for the log.
         close: gives back what it holds; all ranks call it together, after the last step.
     """
 
     name: str
     run: Callable[..., Tensor]
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Callable[[], Mapping[str, float]] = dict
     close: Callable[[], None] = lambda: None
 
 
@@ -71,6 +75,7 @@ def open_backend(
     max_tokens: int,
     ep_mesh: DeviceMesh | None,
     options: UniEP,
+    score_before_experts: bool = False,
     switches: Mapping[str, Any] | None = None,
 ) -> RoutedBackend:
     """Opens a backend for all MoE layers of a shape.
@@ -79,6 +84,7 @@ def open_backend(
         max_tokens: the most tokens that a rank brings to a layer.
         ep_mesh: the expert-parallel ranks, or None for one.
         options: the [uniep] section.
+        score_before_experts: the model's; the tuner compiles for it.
         switches: for measuring, fields of KernelConfig and HeapLayout to set.
 
     Raises:
@@ -94,8 +100,13 @@ def open_backend(
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
-    run = functools.partial(fused_moe, heap=heap, config=config)
-    return RoutedBackend(name, run, {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}, heap.close)
+    facts: dict[str, Any] = {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
+    if options.tune.mode == "off":
+        run = functools.partial(fused_moe, heap=heap, config=fixed_by_hand(config, options.tune))
+        return RoutedBackend(name, run, facts, close=heap.close)
+    tuner = open_tuner(heap, group, base=config, options=options.tune, score_before_experts=score_before_experts)
+    run = functools.partial(tuner.run, heap=heap)
+    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, tuner.metrics, heap.close)
 
 
 def _open_heap(

@@ -5,6 +5,7 @@ import copy
 import os
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,7 @@ class RecipeMetrics(MetricsProcessor):
             "time_metrics/data_loading(s)": statistics.fmean(self.data_loading_times or [0.0]),
             "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / self._seconds_since_console,
             **{f"memory/{name}": value for name, value in memory._asdict().items()},
+            **self._backend_metrics(),
             **extra,
         }
         mfu = ""
@@ -212,7 +214,11 @@ class RecipeMetrics(MetricsProcessor):
                 self.logger.add_logger(wandb_logger)
         return records
 
-    def _backend(self) -> dict[str, str]:
+    def _backend_metrics(self) -> Mapping[str, float]:
+        backend = routed_backend(self.model_parts[0]) if self.model_parts else None
+        return backend.metrics() if backend else {}
+
+    def _backend(self) -> dict[str, Any]:
         assert self.model_parts is not None
         backend = routed_backend(self.model_parts[0])
         ran = {"ran": backend.name, **backend.facts} if backend else {"ran": "torchtitan"}

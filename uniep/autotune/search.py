@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from uniep.autotune.cost_model import BACKWARD, FORWARD, Candidates, fixed_us, predict
-from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Hardware
+from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Floats, Hardware
 from uniep.autotune.workload import Workload
 
 _TILE_NAMES = tuple(TILES)
@@ -115,17 +115,28 @@ def search(work: Workload, hardware: Hardware, space: Space) -> Choice:
         launches = {}
         for launch, candidates in space.launches.items():
             row = int(np.argmin(np.where(candidates.shared == value, times[launch], np.inf)))
-            launches[launch] = LaunchChoice(
-                _TILE_NAMES[candidates.tile[row]],
-                int(candidates.num_link[row]),
-                int(candidates.num_local[row]),
-                float(times[launch][row]),
-            )
+            launches[launch] = _launch_choice(candidates, times[launch], row)
         choice = Choice(launches, int(value))
         if best is None or choice.predicted_us < best.predicted_us:
             best = choice
     assert best is not None
     return best
+
+
+def best_of_launch(launch: str, work: Workload, hardware: Hardware, space: Space, count: int) -> list[LaunchChoice]:
+    """The count fastest configurations of one launch of a space without a shared number, the fastest first."""
+    candidates = space.launches[launch]
+    times = predict(launch, work, hardware, candidates, staged=space.staged).total_us
+    return [_launch_choice(candidates, times, int(row)) for row in np.argsort(times, kind="stable")[:count]]
+
+
+def _launch_choice(candidates: Candidates, times: Floats, row: int) -> LaunchChoice:
+    return LaunchChoice(
+        _TILE_NAMES[candidates.tile[row]],
+        int(candidates.num_link[row]),
+        int(candidates.num_local[row]),
+        float(times[row]),
+    )
 
 
 def one_candidate(tile: str, num_link: int, num_local: int) -> Candidates:

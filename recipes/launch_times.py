@@ -10,12 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uniep.kernels.config import KernelConfig
-from uniep.layer import backward_steps, forward_steps
+from uniep.layer import BACKWARD_STEPS, FORWARD_STEPS, backward_steps, forward_steps, fused_moe
 from uniep.symmetric.heap import SymmetricHeap
 
-# What the steps of a forward and of a backward are, see uniep.layer.
-FORWARD_STEPS = ("exchange", "plan", "up", "down", "rest")
-BACKWARD_STEPS = ("down_grad", "wgrad", "up_grad", "rest_grad")
 # The host runs ahead of the GPU meanwhile, so that a time holds no launch latency: about 2.5 ms.
 _PAUSE_CYCLES = 5_000_000
 
@@ -54,8 +51,27 @@ class LayerInputs:
         )
 
 
+def warm_up(inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, score_before_experts: bool) -> None:
+    """A forward and a backward, which compile what the configuration needs and make room for the rows."""
+    x, scores, w1, w2, w3 = leaves = [
+        tensor.detach().requires_grad_()
+        for tensor in (inputs.x_TD, inputs.scores_TK, inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
+    ]
+    ids = inputs.expert_ids_TK
+    with torch.enable_grad():
+        out_TD = fused_moe(
+            x, scores, ids, w1, w2, w3, score_before_experts=score_before_experts, heap=heap, config=config
+        )
+        torch.autograd.grad(out_TD, leaves, inputs.grad_TD)
+
+
 def run_layer(
-    inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, with_backward: bool
+    inputs: LayerInputs,
+    heap: SymmetricHeap,
+    config: KernelConfig,
+    *,
+    with_backward: bool,
+    score_before_experts: bool = False,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """One forward (and backward): its results, and pairs of CUDA events around each step."""
     events: dict[str, Any] = {}
@@ -74,27 +90,42 @@ def run_layer(
         raise RuntimeError("the rows had no room: warm up first")
 
     weights = (inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
-    more: dict[str, Any] = {"score_before_experts": False, "heap": heap, "config": config}
+    more: dict[str, Any] = {"score_before_experts": score_before_experts, "heap": heap, "config": config}
     routing = (inputs.scores_TK, inputs.expert_ids_TK)
     forward = forward_steps(inputs.x_TD, *routing, *weights, save=with_backward, **more)
     out_TD, saved = stepped(forward, FORWARD_STEPS)
     if not with_backward:
         return [out_TD], events
-    grads = stepped(backward_steps(inputs.grad_TD, saved, None, *routing, *weights, **more), BACKWARD_STEPS)
+    saved_x = inputs.x_TD if score_before_experts else None
+    grads = stepped(backward_steps(inputs.grad_TD, saved, saved_x, *routing, *weights, **more), BACKWARD_STEPS)
     return [out_TD, grads.x_TD, grads.scores_TK, grads.w1_LFD, grads.w2_LDF, grads.w3_LFD], events
 
 
-def launch_times_ms(
-    inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, with_backward: bool, num_calls: int
+def launch_times_us(
+    inputs: LayerInputs,
+    heap: SymmetricHeap,
+    config: KernelConfig,
+    *,
+    with_backward: bool,
+    num_calls: int,
+    group: dist.ProcessGroup | None,
+    score_before_experts: bool = False,
 ) -> dict[str, float]:
-    """Medians of this rank, of the steps' GPU time. All ranks call it together."""
+    """GPU time of each step: the median of some calls, the slowest rank's. All ranks of the group call it together,
+    after a call that warmed up; group is None for one rank."""
     times: dict[str, list[float]] = {}
     for _ in range(num_calls):
         torch.cuda.synchronize()
-        dist.barrier()
+        if group is not None:
+            dist.barrier(group)
         torch.cuda._sleep(_PAUSE_CYCLES)
-        _, events = run_layer(inputs, heap, config, with_backward=with_backward)
+        _, events = run_layer(
+            inputs, heap, config, with_backward=with_backward, score_before_experts=score_before_experts
+        )
         torch.cuda.synchronize()
         for name, (start, end) in events.items():
-            times.setdefault(name, []).append(start.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in times.items()}
+            times.setdefault(name, []).append(start.elapsed_time(end) * 1e3)
+    slowest = torch.tensor([statistics.median(values) for values in times.values()], device=heap.device)
+    if group is not None:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(times, slowest.tolist(), strict=True))
