@@ -96,7 +96,7 @@ def open_backend(
     device = torch.device("cuda", torch.cuda.current_device())
     settings = dict(switches or {})
     layout = HeapLayout(shape, max_tokens, copy_per_expert=settings.pop("copy_per_expert", False))
-    heap, memory = _open_heap(layout, group, device, options)
+    heap, memory = open_heap(layout, group, device, options)
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
@@ -109,9 +109,17 @@ def open_backend(
     return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, tuner.metrics, heap.close)
 
 
-def _open_heap(
+def open_heap(
     layout: HeapLayout, group: torch.distributed.ProcessGroup | None, device: torch.device, options: UniEP
 ) -> tuple[SymmetricHeap, str]:
+    """Opens the symmetric memory that the [uniep] section asks for. All ranks of the group call it together.
+
+    Args:
+        group: the expert-parallel ranks, or None for one.
+
+    Returns:
+        the heap, and the name of its memory.
+    """
     timeout_s = options.wait_timeout_s
     if group is None:
         return open_virtual_ranks(layout, device=device, timeout_s=timeout_s)[0], "plain (one rank)"

@@ -101,25 +101,28 @@ def run_layer(
     return [out_TD, grads.x_TD, grads.scores_TK, grads.w1_LFD, grads.w2_LDF, grads.w3_LFD], events
 
 
-def launch_times_us(
+def measure_layer(
     inputs: LayerInputs,
     heap: SymmetricHeap,
     config: KernelConfig,
     *,
-    with_backward: bool,
     num_calls: int,
     group: dist.ProcessGroup | None,
+    with_backward: bool = True,
     score_before_experts: bool = False,
-) -> dict[str, float]:
-    """GPU time of each step: the median of some calls, the slowest rank's. All ranks of the group call it together,
-    after a call that warmed up; group is None for one rank."""
+) -> tuple[dict[str, float], list[Tensor]]:
+    """GPU microseconds of each step: the median of some calls, the slowest rank's; and the last call's results.
+
+    All ranks of the group call it together, after a call that warmed up; group is None for one rank.
+    """
     times: dict[str, list[float]] = {}
+    results: list[Tensor] = []
     for _ in range(num_calls):
         torch.cuda.synchronize()
         if group is not None:
             dist.barrier(group)
         torch.cuda._sleep(_PAUSE_CYCLES)
-        _, events = run_layer(
+        results, events = run_layer(
             inputs, heap, config, with_backward=with_backward, score_before_experts=score_before_experts
         )
         torch.cuda.synchronize()
@@ -128,4 +131,4 @@ def launch_times_us(
     slowest = torch.tensor([statistics.median(values) for values in times.values()], device=heap.device)
     if group is not None:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(times, slowest.tolist(), strict=True))
+    return dict(zip(times, slowest.tolist(), strict=True)), results

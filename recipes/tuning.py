@@ -31,7 +31,7 @@ from recipes.choices import (
     kernel_config,
 )
 from recipes.config import Tune
-from recipes.launch_times import LayerInputs, launch_times_us, warm_up
+from recipes.launch_times import LayerInputs, measure_layer, warm_up
 from uniep.autotune.cache import CacheKey, load_choices, store_choices
 from uniep.autotune.fit import RESOURCES, Sample, fit
 from uniep.autotune.hardware import TILES, TUNED, Hardware
@@ -345,15 +345,10 @@ def _measured(
         def times_us(choice: Choice, inputs: LayerInputs = inputs) -> dict[str, float]:
             config = kernel_config(choice, base)
             warm_up(inputs, heap, config, score_before_experts=score_before_experts)
-            return launch_times_us(
-                inputs,
-                heap,
-                config,
-                with_backward=True,
-                num_calls=_NUM_TIMED,
-                group=group,
-                score_before_experts=score_before_experts,
+            times, _ = measure_layer(
+                inputs, heap, config, num_calls=_NUM_TIMED, group=group, score_before_experts=score_before_experts
             )
+            return times
 
         work = Workload.balanced(shape, num_tokens)
         choices[bucket] = choose_by_measuring(work, hardware, options.num_candidates, times_us)

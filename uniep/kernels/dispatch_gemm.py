@@ -378,7 +378,7 @@ def _launch(
     copy_rows, copy_cols = copy_shape(shape.dim, config.copy_step_elements)
     # An address, not a tensor: the interpreter writes a tensor's whole memory back, and the heap belongs to peers too.
     scores_address = (heap.region("scores") if scores_WMK is None else scores_WMK).data_ptr()
-    _dispatch_gemm_kernel[(config.num_programs,)](
+    _dispatch_gemm_kernel[(config.num_programs * tiles.occupancy,)](
         tokens_TD,
         rows_RD,
         *operands,
