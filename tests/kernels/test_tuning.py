@@ -82,7 +82,7 @@ def results(configs: list[KernelConfig], score_before_experts: bool) -> list[lis
     return run_ranks(LAYOUT, body)
 
 
-@pytest.mark.parametrize(("score_before_experts", "num_configs"), [(False, 10), (True, 4)])
+@pytest.mark.parametrize(("score_before_experts", "num_configs"), [(False, 6), (True, 3)])
 def test_bits_do_not_depend_on_the_configuration(
     score_before_experts: bool, num_configs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
