@@ -1,11 +1,11 @@
-"""The fused forward on the GPUs of one node, a process each: bits against the reference, then times.
+"""The fused layer on the GPUs of one node, a process each: bits against the reference, then times.
 
     PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap nvshmem --calls 20
     PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap torch --experts 64 --dim 7168
     --hidden-dim 2048
 
-Every call has other data and another routing, and is compared bit for bit. One JSON line at the end: medians in ms of
-the whole forward, of its parts, and of the grouped GEMMs alone. It refuses to time what is not equal.
+Every call has other data and another routing; output and all gradients are compared bit for bit. One JSON line at the
+end, with the forward's medians in ms. It refuses to time what is not equal.
 """
 
 import argparse
@@ -14,17 +14,15 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from uniep.kernels.build_plan import launch_build_plan
-from uniep.kernels.config import KernelConfig, default_config
-from uniep.kernels.dispatch_gemm import launch_dispatch_gemm
-from uniep.kernels.exchange_routing import launch_exchange_routing
-from uniep.kernels.gemm_combine import launch_gemm_combine, reduces_in_kernel
-from uniep.layer import fused_forward
+from tests.gpu.hold import hold_multiprocessors
+from uniep.kernels.config import default_config
+from uniep.layer import fused_forward, fused_moe
 from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
 from uniep.shapes import MoEShape
@@ -46,6 +44,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--score-before-experts", action="store_true")
     parser.add_argument("--copy-per-expert", action="store_true")
     parser.add_argument("--timeout-s", type=float, default=20.0)
+    parser.add_argument("--hold", type=int, help="multiprocessors that another kernel holds during one more call")
     parser.add_argument("--absent-rank", type=int, help="a rank that stays away from the last forward")
     parser.add_argument("--num-programs", type=int, help="programs of a launch; all multiprocessors without it")
     return parser.parse_args()
@@ -69,55 +68,6 @@ def median_ms(run: Callable[[], object], num_samples: int) -> float:
     return round(statistics.median(times), 4)
 
 
-def time_parts(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, calls: int) -> dict[str, float]:
-    """Median ms of each launch of a forward on the GPU alone: a pause lets the host run ahead, the buffers have room
-    for all rows that can come."""
-    x, scores, ids, w1, w2, w3 = inputs
-    names = ("exchange", "plan", "dispatch_gemm", "gemm_combine")
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(calls + 3):
-        dist.barrier()
-        torch.cuda.synchronize()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
-        epoch = heap.next_epoch()
-        torch.cuda._sleep(PAUSE_CYCLES)
-        marks[0].record()
-        launch_exchange_routing(ids, scores, heap, epoch=epoch)
-        marks[1].record()
-        plan, _ = launch_build_plan(heap, by_priority=config.by_priority)
-        marks[2].record()
-        up = launch_dispatch_gemm(
-            x,
-            w1,
-            w3,
-            plan,
-            heap,
-            config=config,
-            room_rows=heap.layout.max_rows,
-            epoch=epoch,
-            score_before_experts=False,
-            save_halves=False,
-        )
-        marks[3].record()
-        in_kernel = reduces_in_kernel(*x.shape, score_before_experts=False)
-        launch_gemm_combine(
-            up.h_RF,
-            w2,
-            scores,
-            plan,
-            heap,
-            config=config,
-            epoch=epoch,
-            score_before_experts=False,
-            reduce_in_kernel=in_kernel,
-        )
-        marks[4].record()
-        torch.cuda.synchronize()
-        for name, start, end in zip(names, marks, marks[1:], strict=False):
-            times[name].append(start.elapsed_time(end))
-    return {f"{name}_ms": round(statistics.median(values[3:]), 4) for name, values in times.items()}
-
-
 def gemms_alone(num_rows_L: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Callable[[], object]:
     """The three grouped GEMMs on as many rows as this rank received."""
     ends = num_rows_L.cumsum(0).to(torch.int32)
@@ -132,30 +82,56 @@ def gemms_alone(num_rows_L: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Calla
     return run
 
 
-# About 1.5 ms.
-PAUSE_CYCLES = 3_000_000
+def run_layer(moe: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """Output and gradients of x, the scores and the weights."""
+    x, scores, ids, *weights = inputs
+    leaves = [t.detach().requires_grad_() for t in (x, scores, *weights)]
+    out = moe(leaves[0], leaves[1], ids, *leaves[2:])
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def beside_all_gather(inputs: list[Tensor], heap: SymmetricHeap, config: KernelConfig, score: dict[str, bool]) -> int:
-    """Elements that differ when an NCCL all-gather on another stream is enqueued before the forward on even ranks
-    and after it on odd ones: neither may hold the other back."""
+def num_unequal(results: list[Tensor], expected: list[Tensor]) -> int:
+    return sum(int((got != want).sum()) for got, want in zip(results, expected, strict=True))
+
+
+def beside_all_gather(layer: Callable[[], list[Tensor]], expected: list[Tensor], heap: SymmetricHeap) -> int:
+    """Elements that differ when an NCCL all-gather on another stream is enqueued before the layer on even ranks and
+    after it on odd ones: neither may hold the other back."""
     side = torch.cuda.Stream()
-    part = torch.randn(32 << 20, device=inputs[0].device)
+    part = torch.randn(32 << 20, device=heap.device)
     whole = part.new_empty(len(part) * heap.num_ranks)
-    expected = fused_forward(*inputs, heap=heap, config=config, **score)
-    num_unequal = 0
+    unequal = 0
     for _ in range(20):
         torch.cuda.synchronize()
-        for step in ("gather", "forward") if heap.rank % 2 == 0 else ("forward", "gather"):
-            if step == "forward":
-                out = fused_forward(*inputs, heap=heap, config=config, **score)
+        for step in ("gather", "layer") if heap.rank % 2 == 0 else ("layer", "gather"):
+            if step == "layer":
+                results = layer()
             else:
                 with torch.cuda.stream(side):
                     dist.all_gather_into_tensor(whole, part)
         torch.cuda.synchronize()
-        num_unequal += int((out != expected).sum())
+        unequal += num_unequal(results, expected)
     heap.check()
-    return num_unequal
+    return unequal
+
+
+def beside_held_multiprocessors(
+    layer: Callable[[], list[Tensor]], expected: list[Tensor], heap: SymmetricHeap, num_held: int
+) -> int:
+    """Elements that differ when another kernel holds most multiprocessors of each GPU from before the layer to its
+    end."""
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.cuda.stream(side):
+        hold_multiprocessors(num_held, duration_s=0.0)
+        side.synchronize()
+        held = hold_multiprocessors(num_held, duration_s=1.0)
+    results = layer()
+    torch.cuda.current_stream().synchronize()
+    assert not held.query(), "the layer must end while the multiprocessors are held"
+    heap.check()
+    return num_unequal(results, expected)
 
 
 def main() -> None:
@@ -178,9 +154,10 @@ def main() -> None:
     score = {"score_before_experts": arguments.score_before_experts}
 
     with open_heap(layout, group=group, device=device, timeout_s=arguments.timeout_s) as heap:
+        fused = partial(fused_moe, heap=heap, config=config, **score)
         for region in ("received", "returned"):
             heap.region(region).fill_(float("nan"))
-        num_unequal = 0
+        unequal = 0
         for call in range(arguments.calls):
             x = torch.randn(num_tokens, shape.dim, device=device).bfloat16()
             scores = torch.rand(num_tokens, shape.top_k, device=device)
@@ -188,15 +165,15 @@ def main() -> None:
             # Every third routing is ragged: low experts are preferred.
             logits += torch.linspace(0.5 if call % 3 == 2 else 0.0, 0.0, shape.num_experts, device=device)
             ids = logits.topk(shape.top_k).indices
-            out = fused_forward(x, scores, ids, w1, w2, w3, heap=heap, config=config, **score)
-            expected = reference_moe(x, scores, ids, w1, w2, w3, group=group, **score)
-            num_unequal += int((out != expected).sum())
+            inputs = [x, scores, ids, w1, w2, w3]
+            grad = torch.randn(num_tokens, shape.dim, device=device).bfloat16()
+            expected = run_layer(partial(reference_moe, group=group, **score), inputs, grad)
+            unequal += num_unequal(run_layer(fused, inputs, grad), expected)
             heap.check()
-        totals = torch.tensor([num_unequal], device=device)
+        totals = torch.tensor([unequal], device=device)
         dist.all_reduce(totals)
         line = {"shape": repr(shape), "heap": arguments.heap, "calls": arguments.calls, "unequal": int(totals)}
         if int(totals) == 0 and arguments.calls:
-            inputs = [x, scores, ids, w1, w2, w3]
             num_rows_E = torch.bincount(ids.flatten(), minlength=shape.num_experts)
             dist.all_reduce(num_rows_E)
             own = num_rows_E[rank * num_local : (rank + 1) * num_local]
@@ -205,8 +182,10 @@ def main() -> None:
             )
             line["reference_ms"] = median_ms(lambda: reference_moe(*inputs, group=group, **score), 5)
             line["gemms_alone_ms"] = median_ms(gemms_alone(own, w1, w2, w3), arguments.timed_calls)
-            line |= time_parts(inputs, heap, config, arguments.timed_calls)
-            line["unequal_beside_all_gather"] = beside_all_gather(inputs, heap, config, score)
+            layer = partial(run_layer, fused, inputs, grad)
+            line["unequal_beside_all_gather"] = beside_all_gather(layer, expected, heap)
+            if arguments.hold:
+                line["unequal_beside_held"] = beside_held_multiprocessors(layer, expected, heap, arguments.hold)
         if rank == 0:
             print(json.dumps(line), flush=True)
         if arguments.absent_rank is not None:

@@ -87,8 +87,8 @@ class KernelConfig:
         wgrad: tiles of the weight gradients; None for those that fit the device.
         num_programs: programs of a launch, or with an occupancy above 1 that many times more: one for each place on a
             multiprocessor. Any number from 1 makes progress.
-        copy_step_elements: elements that a program copies at once. 16,384 are eight 16-byte loads in flight a thread at
-            8 warps, and a copy waits for memory.
+        copy_elements_of_warp: elements that a warp copies at once. 2,048 are eight 16-byte loads in flight a thread,
+            and a copy waits for memory.
         by_priority: send first what the first experts want (False only for measuring).
         dynamic_roles: roles by arrival, and a program without tasks goes on to the next role. False, for measuring,
             ties roles to program ids; it needs all programs resident at once.
@@ -104,7 +104,7 @@ class KernelConfig:
     down_grad: DispatchConfig = DispatchConfig(num_stages=4)
     up_grad: CombineConfig = CombineConfig(block_n=128, num_warps=4, occupancy=2)
     wgrad: WgradConfig | None = None
-    copy_step_elements: int = 16_384
+    copy_elements_of_warp: int = 2048
     by_priority: bool = True
     dynamic_roles: bool = True
     staged_combine: bool = False

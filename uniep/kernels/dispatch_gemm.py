@@ -27,8 +27,10 @@ _TOKENS = tl.constexpr(int(What.TOKENS))
 _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
 
-# Columns that an epilogue with two inputs and three outputs takes at once: more of them spill.
-_PART_COLS = 32
+# Steps of a relay's copy in flight.
+_COPY_STAGES = tl.constexpr(3)
+# Columns a warp that an epilogue with two inputs and three outputs takes at once: more of them spill.
+_PART_COLS_OF_WARP = 4
 
 _CHANGING = ["scores_address", "rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"]
 
@@ -168,6 +170,7 @@ def _dispatch_gemm_kernel(
                 TILE_ROWS,
                 COPY_ROWS,
                 COPY_COLS,
+                _COPY_STAGES,
             )
             task = take(counters, SECOND_ROLE)
 
@@ -375,7 +378,7 @@ def _launch(
     save_halves: bool,
 ) -> None:
     layout, shape = heap.layout, heap.layout.shape
-    copy_rows, copy_cols = copy_shape(shape.dim, config.copy_step_elements)
+    copy_rows, copy_cols = copy_shape(shape.dim, config.copy_elements_of_warp * tiles.num_warps)
     # An address, not a tensor: the interpreter writes a tensor's whole memory back, and the heap belongs to peers too.
     scores_address = (heap.region("scores") if scores_WMK is None else scores_WMK).data_ptr()
     _dispatch_gemm_kernel[(config.num_programs * tiles.occupancy,)](
@@ -417,7 +420,7 @@ def _launch(
         TMA=tiles.use_tma,
         BACKWARD=backward,
         SAVE_HALVES=save_halves,
-        PARTS=max(block_n // _PART_COLS, 1),
+        PARTS=max(block_n // (_PART_COLS_OF_WARP * tiles.num_warps), 1),
         SCALE_ROWS=scores_WMK is not None,
         COPY_PER_EXPERT=layout.copy_per_expert,
         DYNAMIC=config.dynamic_roles,

@@ -363,7 +363,7 @@ def _launch(
     out_TD = torch.empty(num_tokens, dim, dtype=torch.bfloat16, device=scores_TK.device)
     staged = config.staged_combine and shape.ep_degree > 1
     rows_RD = torch.empty(room_rows, dim, dtype=torch.bfloat16, device=scores_TK.device) if staged else out_TD
-    copy_rows, copy_cols = copy_shape(dim, config.copy_step_elements)
+    copy_rows, copy_cols = copy_shape(dim, config.copy_elements_of_warp * tiles.num_warps)
     reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
     _gemm_combine_kernel[(config.num_programs * tiles.occupancy,)](
         *operands,

@@ -1,16 +1,15 @@
 """Tiles of a padding-free grouped GEMM: the Comp role's work.
 
 One fp32 accumulator an output, the reduction dimension ascending. A tile reads TILE_ROWS rows from its first row
-whatever
-its end: rows past the end are the next expert's, or not yet written, and the caller never stores them. Columns past the
-end of an expert's weight are the next expert's and equally never stored. Past the end of the reduction dimension both
-operands read zeros, which change no bit.
+whatever its end: rows past the end are the next expert's, or not yet written, and the caller never stores them.
+Columns past the end of an expert's weight are the next expert's and equally never stored. Past the end of the reduction
+dimension both operands read zeros, which change no bit.
 """
 
 import triton
 import triton.language as tl
 
-from uniep.kernels.numerics import INTERPRETED, dot_bf16, to_bf16
+from uniep.kernels.numerics import INTERPRETED, dot_bf16, round_to_bf16, to_bf16
 
 
 @triton.jit
@@ -181,7 +180,7 @@ def sum_of_two(packed, acc):
     left = (packed << 16).to(tl.float32, bitcast=True)
     right = (packed & 0xFFFF0000).to(tl.float32, bitcast=True)
     first = tl.join(left, right).reshape(acc.shape[0], acc.shape[1])
-    return first + to_bf16(acc).to(tl.float32)
+    return first + round_to_bf16(acc)
 
 
 @triton.jit

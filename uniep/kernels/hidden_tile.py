@@ -73,19 +73,18 @@ def hidden_grad_tile(
 ):
     """grad_h = grad_y w2, through SwiGLU to grad_g and grad_u, and h once more for the gradient of w2. Returns the
     claim of the next task."""
+    rows = first_row + tl.arange(0, TILE_ROWS)
+    part_cols: tl.constexpr = BLOCK_N // PARTS
     acc = gemm_tile_by_weight(grad_y, w2, first_row, end_row, expert, col, D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA)
     next_task = claim(counters, THIRD_ROLE, LANES)
-    rows = first_row + tl.arange(0, TILE_ROWS)
     parts = column_parts((acc,), PARTS)
-    gate, up = _load_halves(g_RF, u_RF, rows, end_row, col, F, BLOCK_N // PARTS)
+    gate, up = _load_halves(g_RF, u_RF, rows, end_row, col, F, part_cols)
     for part in tl.static_range(PARTS):
         part_gate, part_up = gate, up
         if part + 1 < PARTS:
             # Those of the next part meanwhile.
-            gate, up = _load_halves(
-                g_RF, u_RF, rows, end_row, col + (part + 1) * (BLOCK_N // PARTS), F, BLOCK_N // PARTS
-            )
-        cols = col + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
+            gate, up = _load_halves(g_RF, u_RF, rows, end_row, col + (part + 1) * part_cols, F, part_cols)
+        cols = col + part * part_cols + tl.arange(0, part_cols)
         place = rows[:, None].to(tl.int64) * F + cols[None, :]
         inside = (rows < end_row)[:, None] & (cols < F)[None, :]
         grad_gate, grad_up, h = swiglu_backward(parts[part], part_gate, part_up)

@@ -8,8 +8,6 @@ moves 2 bytes at a time (measured: 2.35 ms instead of 0.91 ms).
 import triton
 import triton.language as tl
 
-from uniep.kernels.numerics import to_bf16
-
 
 @triton.jit
 def region_address(peers_W, rank, offset_bytes):
@@ -32,13 +30,3 @@ def copy_rows(source_B, target_B, mask_B, D: tl.constexpr, BLOCK_D: tl.constexpr
         mask = mask_B[:, None] & (cols < D)[None, :]
         rows = tl.load(row_ptrs(source_B, cols), mask=mask)
         tl.store(row_ptrs(target_B, cols), rows, mask=mask)
-
-
-@triton.jit
-def copy_scaled_rows(source_B, target_B, scale_B, mask_B, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The same, each row multiplied by its scale in fp32 and rounded once."""
-    for start in range(0, D, BLOCK_D):
-        cols = start + tl.arange(0, BLOCK_D)
-        mask = mask_B[:, None] & (cols < D)[None, :]
-        rows = tl.load(row_ptrs(source_B, cols), mask=mask, other=0.0).to(tl.float32)
-        tl.store(row_ptrs(target_B, cols), to_bf16(rows * scale_B[:, None]), mask=mask)

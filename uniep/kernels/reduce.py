@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.memory import region_address, row_ptrs
-from uniep.kernels.numerics import to_bf16
+from uniep.kernels.numerics import round_to_bf16, to_bf16
 
 _NO_KEY = tl.constexpr(2**31 - 1)
 
@@ -118,6 +118,6 @@ def reduce_tokens_by_expert(
                 row = tl.load(row_ptrs(first_row + ks[j] * (D * 2), cols), mask=inside, other=0.0).to(tl.float32)
                 if SCALE_ROWS:
                     score = tl.load(scores_TK + token * K + ks[j], mask=exists, other=0.0)
-                    row = to_bf16(row * score[:, None]).to(tl.float32)
-                total = to_bf16(total + row).to(tl.float32)
+                    row = round_to_bf16(row * score[:, None])
+                total = round_to_bf16(total + row)
             tl.store(row_ptrs(target, cols), to_bf16(total), mask=inside)

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from uniep.kernels.memory import copy_rows, copy_scaled_rows, region_address
+from uniep.kernels.memory import region_address, row_ptrs
+from uniep.kernels.numerics import to_bf16
 from uniep.kernels.signals import signal_tile, wait_flags
 
 
@@ -34,6 +35,7 @@ def relay_tile(
     TILE_ROWS: tl.constexpr,
     COPY_ROWS: tl.constexpr,
     COPY_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Waits for the senders of the tile's rows, which wait for nothing. A token that several experts want came once
     and is copied once for each. Rows of the rank itself come straight from x_TD. With SCALE_ROWS each row is
@@ -51,23 +53,23 @@ def relay_tile(
     )
 
     received = region_address(peers_W, rank, received_offset_bytes)
-    step_rows = first_row + tl.arange(0, COPY_ROWS)
-    # One step ahead, so that a copy does not wait first for the origins and then for the rows.
-    next_origin = tl.load(row_origin_R + step_rows, mask=step_rows < end_row, other=0)
-    for _ in range(0, TILE_ROWS, COPY_ROWS):
+    scores = scores_address.to(tl.int64).to(tl.pointer_type(tl.float32))
+    num_row_steps: tl.constexpr = (TILE_ROWS + COPY_ROWS - 1) // COPY_ROWS
+    num_col_steps: tl.constexpr = (D + COPY_COLS - 1) // COPY_COLS
+    # Pipelined through shared memory, which the GEMM does not need meanwhile.
+    for step in tl.range(0, num_row_steps * num_col_steps, num_stages=STAGES):
+        step_rows = first_row + step // num_col_steps * COPY_ROWS + tl.arange(0, COPY_ROWS)
+        cols = step % num_col_steps * COPY_COLS + tl.arange(0, COPY_COLS)
         step_exists = step_rows < end_row
-        step_origin = next_origin.to(tl.int64)
-        next_rows = step_rows + COPY_ROWS
-        next_origin = tl.load(row_origin_R + next_rows, mask=next_rows < end_row, other=0)
+        step_origin = tl.load(row_origin_R + step_rows, mask=step_exists, other=0).to(tl.int64)
         step_slot = step_origin if COPY_PER_EXPERT else step_origin // K
         own = x_TD.to(tl.int64) + (step_origin - rank.to(tl.int64) * NUM_SLOTS) // K * (D * 2)
         address = tl.where(step_origin // NUM_SLOTS == rank, own, received + step_slot * (D * 2))
-        target = rows_RD.to(tl.int64) + step_rows.to(tl.int64) * (D * 2)
+        inside = step_exists[:, None] & (cols < D)[None, :]
+        copied = tl.load(row_ptrs(address, cols), mask=inside, other=0.0)
         if SCALE_ROWS:
-            scores = scores_address.to(tl.int64).to(tl.pointer_type(tl.float32))
             scale = tl.load(scores + step_origin, mask=step_exists, other=0.0)
-            copy_scaled_rows(address, target, scale, step_exists, D, COPY_COLS)
-        else:
-            copy_rows(address, target, step_exists, D, COPY_COLS)
-        step_rows = next_rows
+            copied = to_bf16(copied.to(tl.float32) * scale[:, None])
+        target = rows_RD.to(tl.int64) + step_rows.to(tl.int64) * (D * 2)
+        tl.store(row_ptrs(target, cols), copied, mask=inside)
     signal_tile(input_ready + tile, epoch)
