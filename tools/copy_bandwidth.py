@@ -33,15 +33,15 @@ def _copy_kernel(
 
 
 def launch_copy(
-    source_RD: Tensor, target_address: int, *, num_programs: int, num_warps: int, step_elements: int = 16_384
+    source_RD: Tensor, target_address: int, *, num_programs: int, num_warps: int, elements_of_warp: int = 2048
 ) -> None:
     """Copies bf16 rows to an address of this GPU or of a peer.
 
     Args:
-        step_elements: elements that a program copies at once, KernelConfig's.
+        elements_of_warp: elements that a warp copies at once, KernelConfig's.
     """
     num_rows, dim = source_RD.shape
-    rows, cols = copy_shape(dim, step_elements)
+    rows, cols = copy_shape(dim, elements_of_warp * num_warps)
     _copy_kernel[(num_programs,)](
         source_RD, target_address, num_rows, D=dim, COPY_ROWS=rows, COPY_COLS=cols, num_warps=num_warps
     )

@@ -10,6 +10,6 @@ from tools.copy_bandwidth import launch_copy
 def test_copies_all_rows(num_rows: int, dim: int, num_programs: int) -> None:
     source_RD = torch.randn(num_rows, dim).bfloat16()
     target_RD = torch.full((num_rows + 1, dim), -1.0).bfloat16()
-    launch_copy(source_RD, target_RD.data_ptr(), num_programs=num_programs, num_warps=4, step_elements=1024)
+    launch_copy(source_RD, target_RD.data_ptr(), num_programs=num_programs, num_warps=4, elements_of_warp=256)
     assert torch.equal(target_RD[:num_rows], source_RD)
     assert (target_RD[num_rows:] == -1).all()
