@@ -245,7 +245,7 @@ def _check_tune(options: Tune) -> None:
                 )
     elif not any(value is not None for values in by_hand.values() for value in values.values()):
         return
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     properties = torch.cuda.get_device_properties(device)
     if options.mode != "off" and properties.major < 9:
         raise ConfigError(

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ from recipes.choices import (
 )
 from recipes.config import Tune
 from recipes.launch_times import LayerInputs, measure_layer, warm_up
+from recipes.records import commit, versions
 from uniep.autotune.cache import CacheKey, load_choices, store_choices
 from uniep.autotune.fit import RESOURCES, Sample, fit
 from uniep.autotune.hardware import TILES, TUNED, Hardware
@@ -309,7 +309,9 @@ def open_tuner(
     inputs = LayerInputs.draw(heap, min(max_tokens, _WARM_UP_TOKENS))
     for config in tuner.configs_to_compile():
         warm_up(inputs, heap, config, score_before_experts=score_before_experts)
+    del inputs
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     logger.info(
         f"Tuner: {len(buckets.all())} buckets of {buckets.tokens} tokens chosen in {1e3 * (chosen - start):.0f} ms "
         f'(mode = "{options.mode}", {hardware.name}), kernels compiled in {time.perf_counter() - chosen:.1f} s'
@@ -329,9 +331,8 @@ def _measured(
 ) -> dict[int, Choice]:
     """From the cache of the first rank, else by timing; the first rank then keeps it."""
     shape = heap.layout.shape
-    names = ("uniep-recipe", "torch", "triton")
-    versions = {name: metadata.version(name) for name in names}
-    key = CacheKey(shape, hardware.fingerprint, versions, options.mode, buckets.tokens)
+    found = {name: str(version) for name, version in {**versions(), "commit": commit()}.items()}
+    key = CacheKey(shape, hardware.fingerprint, found, options.mode, buckets.tokens)
     folder = Path(options.cache).expanduser() if options.cache is not None else None
     kept = load_choices(folder, key) if folder is not None and heap.rank == 0 else {}
     choices: dict[int, Choice] = agree(kept)

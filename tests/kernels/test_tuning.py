@@ -2,11 +2,15 @@
 
 import random
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from recipes.config import Tune
+from recipes.launch_times import LayerInputs
+from recipes.tuning import open_tuner
 from tests.kernels.oracle import draw_batch
 from tests.kernels.ranks import run_ranks
 from tests.kernels.test_backward import as_arrays, draw_grads, leaves
@@ -17,6 +21,7 @@ from uniep.layer import FORWARD_STEPS, fused_moe
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
+from uniep.symmetric.virtual_ranks import open_virtual_ranks
 
 SHAPE = MoEShape(4, 2, 40, 24, 2)
 LAYOUT = HeapLayout(SHAPE, 12, tile_rows=16)
@@ -124,3 +129,44 @@ def test_each_step_of_a_recorded_forward_is_told() -> None:
         assert with_room == list(range(len(FORWARD_STEPS)))
         # Both launches once more.
         assert without == list(range(len(FORWARD_STEPS) + 2))
+
+
+@pytest.mark.parametrize("mode", ["model", "measured"])
+def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does on a GPU, with the times made up and the forward interpreted; the second start finds the choices."""
+    shape = MoEShape(4, 2, 40, 24)
+    (heap,) = open_virtual_ranks(HeapLayout(shape, 12, tile_rows=16), device="cpu")
+    warmed: list[KernelConfig] = []
+    measured: list[int] = []
+
+    def measure(inputs: LayerInputs, *args: Any, **kwargs: Any) -> tuple[dict[str, float], list]:
+        measured.append(len(inputs.x_TD))
+        return dict.fromkeys(TUNED, 1000.0 - len(measured)), []
+
+    monkeypatch.setattr("recipes.tuning.warm_up", lambda inputs, heap, config, **kwargs: warmed.append(config))
+    monkeypatch.setattr("recipes.tuning.measure_layer", measure)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: True)
+    options = Tune(mode=mode, bucket_tokens=8, num_candidates=2, cache=str(tmp_path), watch_calls=0)  # type: ignore[arg-type]
+    base = of_tile("narrow")
+    starts = []
+    for _ in range(2):
+        tuner = open_tuner(heap, None, base=base, options=options, score_before_experts=False)
+        starts.append([tuner.config(num_tokens) for num_tokens in (5, 12)])
+    assert starts[0] == starts[1]
+    # Two configurations for each of two buckets, once.
+    assert measured == ([8, 8, 12, 12] if mode == "measured" else [])
+    for config in starts[0]:
+        for launch in TUNED:
+            assert any(_same_tile(getattr(config, launch), getattr(one, launch)) for one in warmed)
+
+    batch = draw_batch(shape, [torch.rand(12, 4).topk(2).indices], seed=1, exact=False)
+    inputs = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
+    more: dict[str, Any] = {"score_before_experts": False, "heap": heap}
+    assert torch.equal(tuner.run(*inputs, **more), fused_moe(*inputs, **more, config=DEFAULT))
+
+
+def _same_tile(one: Any, other: Any) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in asdict(TILES["narrow"]))

@@ -461,7 +461,6 @@ def on_gpu(monkeypatch):
 
     def on(gpu: Gpu) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
         monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
 
     return on
