@@ -46,8 +46,9 @@ from uniep.symmetric.heap import SymmetricHeap
 # How far, in natural logarithms, the link, the memory or the Tensor Cores may be from the calibration when a bucket is
 # tuned again.
 _DRIFT_PRIOR = 0.4
-# Tokens of the calls that only compile, and timed calls of a configuration.
-_WARM_UP_TOKENS = 256
+# Tokens of the calls that only compile: so many that the sums take the kernels that they take from there on. And timed
+# calls of a configuration.
+_WARM_UP_TOKENS = 1024
 _NUM_TIMED = 5
 
 
