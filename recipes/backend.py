@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 from torchtitan.tools.logging import logger
 
-from recipes.choices import fixed_by_hand
+from recipes.choices import fixed_by_hand, resolve_tune
 from recipes.config import Backend, UniEP
 from recipes.tuning import open_tuner
 from uniep.kernels.config import default_config
@@ -101,10 +101,11 @@ def open_backend(
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
     facts: dict[str, Any] = {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
-    if options.tune.mode == "off":
-        run = functools.partial(fused_moe, heap=heap, config=fixed_by_hand(config, options.tune))
+    tune = resolve_tune(options.tune, torch.cuda.get_device_name(device))
+    if tune.mode == "off":
+        run = functools.partial(fused_moe, heap=heap, config=fixed_by_hand(config, tune))
         return RoutedBackend(name, run, facts, close=heap.close)
-    tuner = open_tuner(heap, group, base=config, options=options.tune, score_before_experts=score_before_experts)
+    tuner = open_tuner(heap, group, base=config, options=tune, score_before_experts=score_before_experts)
     run = functools.partial(tuner.run, heap=heap)
     return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, tuner.metrics, heap.close)
 

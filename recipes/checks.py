@@ -12,7 +12,7 @@ import torch
 from torchtitan.config import JobConfig
 
 from recipes.backend import BackendError, resolve_backend
-from recipes.choices import TuneError, find_hardware, fixed_by_hand
+from recipes.choices import TuneError, find_hardware, fixed_by_hand, resolve_tune
 from recipes.config import Tune
 from recipes.data import DataError, check_data
 from recipes.families import FAMILIES
@@ -235,18 +235,18 @@ def _check_uniep(config: JobConfig, world_size: int) -> None:
 def _check_tune(options: Tune) -> None:
     """What [uniep.tune] asks of this GPU."""
     by_hand = {launch: vars(getattr(options, launch)) for launch in TUNED}
-    if options.mode != "off":
-        for launch, values in by_hand.items():
-            given = [key for key, value in values.items() if value is not None]
-            if missing := [key for key in values if given and key not in given]:
-                raise ConfigError(
-                    f"[uniep.tune.{launch}] {missing[0]} must be given with {given[0]}, or neither, "
-                    f'with [uniep.tune] mode = "{options.mode}", got none'
-                )
-    elif not any(value is not None for values in by_hand.values() for value in values.values()):
+    if options.mode == "off" and not any(value is not None for keys in by_hand.values() for value in keys.values()):
         return
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     properties = torch.cuda.get_device_properties(device)
+    options = resolve_tune(options, properties.name)
+    for launch, values in by_hand.items() if options.mode != "off" else ():
+        given = [key for key, value in values.items() if value is not None]
+        if missing := [key for key in values if given and key not in given]:
+            raise ConfigError(
+                f"[uniep.tune.{launch}] {missing[0]} must be given with {given[0]}, or neither, "
+                f'with [uniep.tune] mode = "{options.mode}", got none'
+            )
     if options.mode != "off" and properties.major < 9:
         raise ConfigError(
             '[uniep.tune] mode must be "off" on a GPU before compute capability 9, '

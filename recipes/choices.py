@@ -44,6 +44,14 @@ def find_hardware(path: str | None, device_name: str) -> Hardware:
     return hardware
 
 
+def resolve_tune(options: Tune, device_name: str) -> Tune:
+    """The section with a mode that is not "auto"."""
+    if options.mode != "auto":
+        return options
+    described = options.hardware is not None or any(hardware.name == device_name for hardware in shipped())
+    return replace(options, mode="model" if described else "off")
+
+
 def fixed_by_hand(config: KernelConfig, options: Tune) -> KernelConfig:
     """The configuration with what [uniep.tune.up] and its like set.
 

@@ -50,12 +50,13 @@ class CombineRoles:
 class Tune:
     """How the fused kernels share the GPU. No bit of the results depends on it."""
 
-    mode: Literal["off", "model", "measured"] = "off"
+    mode: Literal["auto", "off", "model", "measured"] = "off"
     """
     Who chooses the kernels' configuration, for each bucket of token counts.
     - "off": the defaults.
     - "model": the fastest by the model of the GPU ([uniep.tune] hardware), in milliseconds.
     - "measured": of the model's best few, the fastest in a short measurement before the first step.
+    - "auto": "model" on a GPU that is described, by the package or by [uniep.tune] hardware; else "off".
     """
 
     bucket_tokens: int = 4096

@@ -1,6 +1,6 @@
 """Predicted against measured: the autotuner's choice among the best of many measured configurations.
 
-python -m tools.tune --shape NAME ... --ep 2 --tokens 8192 [--configs 200] [--hardware FILE] [--out FILE.json]
+python -m tools.tune --shape NAME ... --ep 2 --tokens 8192 [--configs 200] [--hardware FILE] [--plot FILE.png]
 python -m tools.tune --search-only [--explain]     # without a GPU: what the model chooses, and how long it takes
 
 Starts a process a GPU. A call of the layer measures one configuration of each of its four launches at once, because
@@ -11,6 +11,7 @@ gradients of every configuration must equal the default's bit for bit. --samples
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -219,7 +220,8 @@ def write(
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    tune_report.plot(tuned, options.out.with_suffix(".png"))
+    if options.plot:
+        tune_report.plot(tuned, options.plot)
     if options.samples:
         Calibration(
             hardware.name,
@@ -273,12 +275,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--calls", type=int, default=5, help="timed calls of a configuration (5)")
     parser.add_argument("--hardware", help="a file of tools.calibrate; without it the package's own")
     parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/tune_ep2.json"), help="JSON file; the plot beside")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/tune_ep2.json"), help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help="PNG of predicted against measured to write")
     parser.add_argument("--samples", type=Path, help="keep all times for tools.calibrate --fit FILE --more")
     parser.add_argument("--search-only", action="store_true", help="ask the model only; needs no GPU")
     parser.add_argument("--explain", action="store_true", help="with --search-only: every term")
     options = parser.parse_args(argv)
     all_layers(options)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        print("error: --plot must have matplotlib installed: pip install -e .[plot]", file=sys.stderr)
+        return 2
     if options.search_only:
         return search_only(options)
     if torch.cuda.device_count() < options.ep:

@@ -539,6 +539,18 @@ def test_tuning_on_another_gpu(gpu, expected, tmp_path, on_gpu):
     assert gpu.name in says(BF16, config=tune_section('[uniep.tune]\nmode = "model"\n', tmp_path))
 
 
+@pytest.mark.parametrize("gpu", [Gpu(), Gpu("NVIDIA H100"), Gpu("NVIDIA A100", 8)])
+def test_tuning_where_the_gpu_is_known(gpu, tmp_path, on_gpu):
+    """mode = "auto" works everywhere; a launch half by hand is refused only where the rest is chosen."""
+    on_gpu(gpu)
+    check(BF16, config=tune_section('[uniep.tune]\nmode = "auto"\n', tmp_path))
+    path = tune_section('[uniep.tune]\nmode = "auto"\n[uniep.tune.up]\nnum_relay = 40\n', tmp_path)
+    if gpu.name == "NVIDIA H200":
+        assert "[uniep.tune.up] tile must be given with num_relay, or neither" in says(BF16, config=path)
+    else:
+        check(BF16, config=path)
+
+
 def test_tuning_by_arguments(on_gpu):
     on_gpu(Gpu())
     job = check(BF16, "--uniep.backend=uniep", "--uniep.tune.mode=model", "--uniep.tune.bucket_tokens=512")

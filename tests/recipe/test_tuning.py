@@ -17,6 +17,7 @@ from recipes.choices import (
     find_hardware,
     fixed_by_hand,
     kernel_config,
+    resolve_tune,
 )
 from recipes.config import CombineRoles, DispatchRoles, Tune
 from recipes.tuning import Tuner, _as_measured, agree_through
@@ -312,6 +313,20 @@ def test_hardware_of_this_gpu(tmp_path, h200):
         find_hardware(str(path), "NVIDIA H200")
     with pytest.raises(TuneError, match=r"\[uniep.tune\] hardware: .* must be a hardware file"):
         find_hardware(str(tmp_path / "none.json"), "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("mode", "hardware", "device", "want"),
+    [
+        ("auto", None, "NVIDIA H200", "model"),
+        ("auto", None, "NVIDIA B200", "off"),
+        ("auto", "mine.json", "NVIDIA B200", "model"),
+        ("measured", None, "NVIDIA B200", "measured"),
+        ("off", None, "NVIDIA H200", "off"),
+    ],
+)
+def test_auto_is_the_model_where_there_is_one(mode, hardware, device, want):
+    assert resolve_tune(Tune(mode=mode, hardware=hardware), device).mode == want
 
 
 def test_tiles_by_name_are_those_of_the_model():

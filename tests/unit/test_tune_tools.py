@@ -157,6 +157,12 @@ def test_plot(tuned, tmp_path):
     assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_needs_matplotlib(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert tune.main(["--search-only", "--plot", "a.png"]) == 2
+    assert "--plot must have matplotlib installed" in capsys.readouterr().err
+
+
 def test_unequal_bits_are_an_error():
     import torch
 
