@@ -120,7 +120,7 @@ def versions() -> dict[str, str | None]:
 def commit() -> str | None:
     """The recipe's git commit, with "+changes" when the tree differs from it.
 
-    Outside a repository, as in an image, it is what RECIPE_COMMIT says, or None.
+    RECIPE_COMMIT says it where it is set, for a copy whose own repository is another or none; None without either.
     """
 
     def git(*args: str) -> str:
@@ -128,10 +128,12 @@ def commit() -> str | None:
             ["git", "-C", str(Path(__file__).parent), *args], check=True, capture_output=True, text=True
         ).stdout.strip()
 
+    if stated := os.environ.get("RECIPE_COMMIT"):
+        return stated
     try:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("RECIPE_COMMIT")
+        return None
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

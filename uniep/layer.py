@@ -186,6 +186,7 @@ def backward_steps(
         config=config,
         epoch=epoch,
     )
+    dispatched = torch.cuda.current_stream().record_event() if grad_TD.is_cuda else None
     yield
     wgrad_config = config.wgrad or replace(default_wgrad_config(heap.device), num_programs=config.num_programs)
     # Work that waits for no peer, between two kernels that do: it takes up what one rank is ahead of another.
@@ -201,7 +202,7 @@ def backward_steps(
     )
     if not score_before_experts:
         assert saved.y_TKD is not None
-        grad_scores_TK = _grad_scores(grad_TD, saved.y_TKD, scores_TK)
+        grad_scores_TK = _grad_scores(grad_TD, saved.y_TKD, scores_TK, beside=dispatched)
     yield
     grad_x_TD = launch_gemm_combine_backward(
         rows.grad_g_RF,
@@ -223,11 +224,21 @@ def backward_steps(
     return Gradients(grad_x_TD, grad_scores_TK, grad_w1_LFD, grad_w2_LDF, grad_w3_LFD)
 
 
-def _grad_scores(grad_TD: Tensor, y_TKD: Tensor, scores_TK: Tensor) -> Tensor:
-    """The stock block's own operation, or where its order is known a kernel with the same bits."""
-    if grad_TD.is_cuda and dots_in_kernel(*y_TKD.shape):
-        return launch_score_grad(grad_TD, y_TKD)
-    return torch.bmm(grad_TD.float().unsqueeze(1), y_TKD.float().transpose(1, 2)).view_as(scores_TK)
+def _grad_scores(grad_TD: Tensor, y_TKD: Tensor, scores_TK: Tensor, *, beside: torch.cuda.Event | None) -> Tensor:
+    """The stock block's own operation, or where its order is known a kernel with the same bits.
+
+    That kernel only reads memory while the products of the weights' gradients hardly do: it starts with the event
+    `beside` them, on a stream of its own, and the current stream waits for it.
+    """
+    if beside is None or not dots_in_kernel(*y_TKD.shape):
+        return torch.bmm(grad_TD.float().unsqueeze(1), y_TKD.float().transpose(1, 2)).view_as(scores_TK)
+    grad_scores_TK = torch.empty_like(scores_TK)
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_event(beside)
+    with torch.cuda.stream(side):
+        launch_score_grad(grad_TD, y_TKD, grad_scores_TK)
+    current.wait_stream(side)
+    return grad_scores_TK
 
 
 def _grad_scores_before(grad_rows_TKD: Tensor, x_TD: Tensor, scores_TK: Tensor) -> Tensor:

@@ -157,7 +157,8 @@ def _rank_in_block(keys, key, block_start, NUM_SLOTS: tl.constexpr, BLOCK: tl.co
     """How many earlier elements of the block have the same key."""
     index = tl.arange(0, BLOCK)
     rank = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, BLOCK, COMPARED):
+    # Unrolled: the loads of all steps wait for memory together.
+    for start in tl.static_range(0, BLOCK, COMPARED):
         other_index = start + tl.arange(0, COMPARED)
         other = tl.load(keys + block_start + other_index, mask=block_start + other_index < NUM_SLOTS, other=-2)
         earlier = (key[:, None] == other[None, :]) & (other_index[None, :] < index[:, None])

@@ -5,7 +5,6 @@ in one order (its gemv2T kernel), which this kernel repeats on the bf16 rows the
 as the rows, are neither made nor read.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,21 +50,17 @@ def dots_in_kernel(num_tokens: int, top_k: int, dim: int) -> bool:
     return num_tokens >= _MIN_TOKENS and dim >= _MIN_DIM and dim % 8 == 0 and top_k <= _MAX_TOP_K
 
 
-def launch_score_grad(grad_TD: Tensor, y_TKD: Tensor) -> Tensor:
+def launch_score_grad(grad_TD: Tensor, y_TKD: Tensor, score_grad_TK: Tensor) -> None:
     """Runs the kernel.
 
     Args:
         grad_TD: bf16 gradients of the layer's output.
         y_TKD: bf16 rows that came back from the experts.
-
-    Returns:
-        fp32 [T, K].
+        score_grad_TK: where it writes them, fp32.
     """
     num_tokens, top_k, dim = y_TKD.shape
-    score_grad_TK = torch.empty(num_tokens, top_k, dtype=torch.float32, device=y_TKD.device)
     num_rows = num_tokens * top_k
     if num_rows:
         _score_grad_kernel[(triton.cdiv(num_rows, _ROWS),)](
             grad_TD, y_TKD, score_grad_TK, num_rows, D=dim, K=top_k, ROWS=_ROWS, num_warps=_NUM_WARPS
         )
-    return score_grad_TK
