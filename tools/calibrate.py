@@ -106,11 +106,12 @@ def measure(shape: MoEShape, num_tokens: int, heap: SymmetricHeap) -> list[Sampl
 def _score_grad_us(inputs: LayerInputs, shape: MoEShape) -> float:
     num_tokens, dim = inputs.grad_TD.shape
     y_TKD = torch.randn(num_tokens, shape.top_k, dim, device=inputs.grad_TD.device, dtype=torch.bfloat16)
+    grad_scores_TK = torch.empty_like(inputs.scores_TK)
     times = []
     for _ in range(NUM_CALLS + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        launch_score_grad(inputs.grad_TD, y_TKD)
+        launch_score_grad(inputs.grad_TD, y_TKD, grad_scores_TK)
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3)

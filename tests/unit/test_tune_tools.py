@@ -179,7 +179,7 @@ def test_search_only(capsys, h200, tmp_path):
     text = capsys.readouterr().out
     assert "search over the paper's space: median" in text
     assert "T4096" in text
-    for term in ("until all rows lie", "compute and link", "gradient of the scores"):
+    for term in ("until all rows lie", "compute and link", "longer of weights and scores"):
         assert term in text
     slow = dataclasses.replace(h200, name="slow").with_constants({"launch_us": 1000.0})
     slow.save(tmp_path / "slow.json")

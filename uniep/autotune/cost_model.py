@@ -20,7 +20,7 @@ _WGRAD_F, _WGRAD_D, _WGRAD_STEP = 128, 256, 32
 # Programs that end one after another leave, on average, half a tile's time at the end.
 _TAIL_TILES = 0.5
 
-# The steps of a layer that take time, in their order. "wgrad" holds the gradient of the scores too.
+# The steps of a layer that take time, in their order. "wgrad" holds the gradient of the scores, which runs beside it.
 FORWARD = ("exchange", "plan", "up", "down")
 BACKWARD = ("down_grad", "wgrad", "up_grad")
 
@@ -261,11 +261,12 @@ def _wgrad(work: Workload, hardware: Hardware) -> dict[str, float]:
     compute_us = num_tiles * tile_us / hardware.num_multiprocessors
     io_bytes = _BYTES * (work.num_rows * (2 * dim + 3 * hidden_dim) + 3 * num_local * dim * hidden_dim)
     memory_us = io_bytes / (_BYTES_PER_US * hardware.memory_gbs)
+    weights_us = float(overlap(compute_us, memory_us, constants["wgrad.memory_share"])) + _TAIL_TILES * tile_us
+    scores_us = sum(_scores(work, hardware).values())
     return {
         "launch": constants["launch_us"],
-        "compute and memory": float(overlap(compute_us, memory_us, constants["wgrad.memory_share"])),
-        "tail": _TAIL_TILES * tile_us,
-        "gradient of the scores": sum(_scores(work, hardware).values()),
+        "longer of weights and scores": max(weights_us, scores_us),
+        "not hidden of the shorter": constants["wgrad.scores_share"] * min(weights_us, scores_us),
     }
 
 

@@ -78,7 +78,7 @@ def start_constants() -> dict[str, float]:
     constants = {
         "launch_us": 6.0, "flag_us": 1.2, "mark_us": 3.0,
         "exchange.fixed_us": 25.0, "exchange.gbs": 50.0, "plan.fixed_us": 30.0, "plan.gbs": 200.0, "scores.gbs": 3000.0,
-        "wgrad.step_us": 0.45, "wgrad.tile_us": 3.0, "wgrad.memory_share": 0.1,
+        "wgrad.step_us": 0.45, "wgrad.tile_us": 3.0, "wgrad.memory_share": 0.1, "wgrad.scores_share": 0.5,
     }  # fmt: skip
     for launch in TUNED:
         constants[f"{launch}.memory_share"] = 0.1

@@ -94,7 +94,7 @@ def constant_names() -> tuple[str, ...]:
     """All constants of the model. Units stand in the names; `share` is a number without a unit."""
     names = ["launch_us", "flag_us", "mark_us"]
     names += ["exchange.fixed_us", "exchange.gbs", "plan.fixed_us", "plan.gbs", "scores.gbs"]
-    names += ["wgrad.step_us", "wgrad.tile_us", "wgrad.memory_share"]
+    names += ["wgrad.step_us", "wgrad.tile_us", "wgrad.memory_share", "wgrad.scores_share"]
     for launch in TUNED:
         names += [f"{launch}.{tile}.{cost}" for tile in TILES for cost in ("step_us", "tile_us")]
         names.append(f"{launch}.memory_share")
