@@ -299,7 +299,7 @@ def open_tuner(
     agree = agree_through(group)
     if options.mode == "measured":
         choices = _measured(heap, group, buckets, hardware, base, options, agree, score_before_experts)
-        hardware = _as_measured(shape, buckets, choices, hardware)
+        hardware = as_measured(shape, buckets, choices, hardware)
     else:
         choices = choose_by_model(shape, buckets, hardware)
     choices, hardware = agree((choices, hardware))
@@ -359,7 +359,7 @@ def _measured(
     return {bucket: choices[bucket] for bucket in buckets.all()}
 
 
-def _as_measured(shape: MoEShape, buckets: Buckets, choices: Mapping[int, Choice], hardware: Hardware) -> Hardware:
+def as_measured(shape: MoEShape, buckets: Buckets, choices: Mapping[int, Choice], hardware: Hardware) -> Hardware:
     """The description that predicts the measured times of the choices, so that watching compares with those."""
     samples = [
         _sample(shape, buckets.most_tokens(bucket), name, launch, launch.predicted_us)

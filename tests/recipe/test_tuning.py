@@ -20,7 +20,7 @@ from recipes.choices import (
     resolve_tune,
 )
 from recipes.config import CombineRoles, DispatchRoles, Tune
-from recipes.tuning import Tuner, _as_measured, agree_through
+from recipes.tuning import Tuner, agree_through, as_measured
 from tests.processes import run_ranks
 from uniep.autotune.fit import RESOURCES
 from uniep.autotune.hardware import TILES, TUNED, Hardware, shipped
@@ -267,7 +267,7 @@ def test_watching_compares_with_what_was_measured(h200):
         bucket: predict_choice(Workload.balanced(SHAPE, BUCKETS.most_tokens(bucket)), slow, choice)
         for bucket, choice in choose_by_model(SHAPE, BUCKETS, h200).items()
     }
-    adapted = _as_measured(SHAPE, BUCKETS, choices, h200)
+    adapted = as_measured(SHAPE, BUCKETS, choices, h200)
     for bucket, choice in choices.items():
         again = predict_choice(Workload.balanced(SHAPE, BUCKETS.most_tokens(bucket)), adapted, choice)
         assert again.predicted_us == pytest.approx(choice.predicted_us, rel=0.02)

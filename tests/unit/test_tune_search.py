@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from uniep.autotune.cost_model import Candidates, predict
-from uniep.autotune.hardware import TILES, TUNED, Hardware, shipped
+from uniep.autotune.hardware import TILES, TUNED, Hardware, HardwareError, shipped
 from uniep.autotune.search import (
     Choice,
     Space,
@@ -109,6 +109,12 @@ def test_no_configuration_takes_all_programs(h200):
     for launch, candidates in kernel_space(h200).launches.items():
         programs = np.array([132 * tile.occupancy for tile in TILES.values()])[candidates.tile]
         assert (candidates.num_link + candidates.num_local < programs).all(), launch
+
+
+def test_a_launch_without_a_timed_tile_is_refused(h200):
+    nothing_timed = replace(h200, assumed=tuple(f"down.{tile}.step_us" for tile in TILES))
+    with pytest.raises(HardwareError, match="down must have a tile that was timed on NVIDIA H200, got none"):
+        kernel_space(nothing_timed)
 
 
 def test_a_choice_is_read_back(h200):

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from uniep.autotune.cost_model import BACKWARD, FORWARD, Candidates, fixed_us, predict
-from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Floats, Hardware
+from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Floats, Hardware, HardwareError
 from uniep.autotune.workload import Workload
 
 _TILE_NAMES = tuple(TILES)
 # Role counts worth trying. The time is flat around its minimum, so the steps widen.
 _NUM_DISPATCH = (4, 8, 12, 16, 20, 24, 32, 40, 48, 64)
 _NUM_RELAY = (4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64, 72, 80, 90)
-_NUM_COMBINE = (1, 2, 4, 8)
+_NUM_COMBINE = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,16 @@ def candidates_of(launch: str, tiles: Iterable[str], num_multiprocessors: int) -
 
 def kernel_space(hardware: Hardware, tiles: Mapping[str, Iterable[str]] | None = None) -> Space:
     """Of our kernels: four launches that share nothing. tiles: those of each launch that may be chosen; None for all
-    that the hardware's file has measured."""
+    that were timed on the hardware.
+
+    Raises:
+        HardwareError: a launch has no tile.
+    """
     chosen = tiles or {launch: hardware.offers(launch) for launch in TUNED}
-    return Space(
-        {launch: candidates_of(launch, chosen[launch], hardware.num_multiprocessors) for launch in TUNED}
-    )  # fmt: skip
+    for launch in TUNED:
+        if not tuple(chosen[launch]):
+            raise HardwareError(f"{launch} must have a tile that was timed on {hardware.name}, got none")
+    return Space({launch: candidates_of(launch, chosen[launch], hardware.num_multiprocessors) for launch in TUNED})
 
 
 def paper_space(hardware: Hardware) -> Space:
