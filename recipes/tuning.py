@@ -333,7 +333,7 @@ def _measured(
     """From the cache of the first rank, else by timing; the first rank then keeps it."""
     shape = heap.layout.shape
     found = {name: str(version) for name, version in {**versions(), "commit": commit()}.items()}
-    key = CacheKey(shape, hardware.fingerprint, found, options.mode, buckets.tokens)
+    key = CacheKey(shape, hardware.fingerprint, found, options.mode, buckets.tokens, buckets.max_tokens)
     folder = Path(options.cache).expanduser() if options.cache is not None else None
     kept = load_choices(folder, key) if folder is not None and heap.rank == 0 else {}
     choices: dict[int, Choice] = agree(kept)

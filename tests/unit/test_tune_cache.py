@@ -11,7 +11,7 @@ from uniep.autotune.search import Choice, LaunchChoice
 from uniep.autotune.watch import Watch
 from uniep.shapes import MoEShape
 
-KEY = CacheKey(MoEShape(8, 2, 64, 64, 2), "abc", {"triton": "3.7"}, "measured", 4096)
+KEY = CacheKey(MoEShape(8, 2, 64, 64, 2), "abc", {"triton": "3.7"}, "measured", 4096, 10_000)
 CHOICES = {
     1: Choice({"up": LaunchChoice("wide4", 16, 16, 840.0), "down": LaunchChoice("narrow", 2, 0, 660.5)}),
     3: Choice({"up": LaunchChoice("wide3", 4, 20, 1.25)}),
@@ -33,6 +33,7 @@ def test_what_is_stored_is_found(tmp_path):
         {"versions": {"triton": "3.6"}},
         {"mode": "model"},
         {"bucket_tokens": 2048},
+        {"max_tokens": 8192},
     ],
 )
 def test_another_key_finds_nothing(change, tmp_path):

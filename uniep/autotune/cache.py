@@ -24,6 +24,7 @@ class CacheKey:
         versions: of what computes and chooses, name -> version.
         mode: how it was chosen.
         bucket_tokens: tokens of a bucket.
+        max_tokens: the most tokens of a rank, for which the last bucket is tuned.
     """
 
     shape: MoEShape
@@ -31,6 +32,7 @@ class CacheKey:
     versions: Mapping[str, str]
     mode: str
     bucket_tokens: int
+    max_tokens: int
 
     @property
     def file_name(self) -> str:
