@@ -91,8 +91,10 @@ def open_backend(
         HeapError: the fused kernels' symmetric memory could not be opened.
     """
     group = None if ep_mesh is None else ep_mesh.get_group()
+    logger.info(f'MoE numerics: "{options.numerics}"')
+    facts: dict[str, Any] = {"numerics": options.numerics}
     if name == "reference":
-        return RoutedBackend(name, functools.partial(reference_moe, group=group))
+        return RoutedBackend(name, functools.partial(reference_moe, group=group), facts)
     device = torch.device("cuda", torch.cuda.current_device())
     settings = dict(switches or {})
     layout = HeapLayout(shape, max_tokens, copy_per_expert=settings.pop("copy_per_expert", False))
@@ -100,13 +102,16 @@ def open_backend(
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
-    facts: dict[str, Any] = {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
-    tune = resolve_tune(options.tune, torch.cuda.get_device_name(device))
+    facts |= {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
+    fast = options.numerics == "fast"
+    tune = options.tune
+    if tune.mode != "off":
+        tune = resolve_tune(tune, torch.cuda.get_device_name(device))
     if tune.mode == "off":
-        run = functools.partial(fused_moe, heap=heap, config=fixed_by_hand(config, tune))
+        run = functools.partial(fused_moe, heap=heap, config=fixed_by_hand(config, tune), fast=fast)
         return RoutedBackend(name, run, facts, close=heap.close)
-    tuner = open_tuner(heap, group, base=config, options=tune, score_before_experts=score_before_experts)
-    run = functools.partial(tuner.run, heap=heap)
+    tuner = open_tuner(heap, group, base=config, options=tune, score_before_experts=score_before_experts, fast=fast)
+    run = functools.partial(tuner.run, heap=heap, fast=fast)
     return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, tuner.metrics, heap.close)
 
 

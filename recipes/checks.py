@@ -36,6 +36,11 @@ def check_config(config: JobConfig, world_size: int) -> None:
         backend = resolve_backend(config.uniep.backend)
     except BackendError as error:
         raise ConfigError(str(error)) from None
+    if config.uniep.numerics != "bitwise" and backend != "uniep":
+        raise ConfigError(
+            f'[uniep] numerics must be "bitwise" where backend "{backend}" runs, got "{config.uniep.numerics}": only '
+            'backend = "uniep" has other numerics'
+        )
     if backend != "torchtitan":
         _check_ours(config, backend)
     if backend == "uniep":
@@ -66,6 +71,7 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("uniep.tune", "watch_calls", "at least 0", lambda value: value >= 0),
     ("uniep.tune", "watch_share", "greater than 0", lambda value: 0 < value < math.inf),
     ("uniep.tune", "watch_samples", "at least 1", lambda value: value >= 1),
+    ("throughput", "token_budget", "a finite number greater than 0", lambda value: 0 < value < math.inf),
     ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
 ]
 

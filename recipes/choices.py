@@ -7,7 +7,7 @@ from typing import Any
 
 from recipes.config import Tune
 from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Hardware, HardwareError, shipped
-from uniep.autotune.search import Choice, LaunchChoice, best_of_launch, kernel_space, search
+from uniep.autotune.search import Choice, LaunchChoice, Space, best_of_launch, kernel_space, search
 from uniep.autotune.workload import Workload
 from uniep.kernels.config import CombineConfig, DispatchConfig, KernelConfig
 from uniep.shapes import MoEShape
@@ -142,18 +142,26 @@ class Buckets:
         return min(bucket * self.tokens, self.max_tokens)
 
 
-def choose_by_model(shape: MoEShape, buckets: Buckets, hardware: Hardware) -> dict[int, Choice]:
-    space = kernel_space(hardware)
+def tuned_space(hardware: Hardware, base: KernelConfig, *, fast: bool) -> Space:
+    """What may be chosen. With fast numerics the bits of the scores' gradient go by the backward's tiles, which
+    therefore stay those of base."""
+    tiles = {launch: hardware.offers(launch) for launch in TUNED}
+    if fast:
+        kept = choice_of(base).launches
+        tiles |= {launch: (kept[launch].tile,) for launch in ("down_grad", "up_grad")}
+    return kernel_space(hardware, tiles)
+
+
+def choose_by_model(shape: MoEShape, buckets: Buckets, hardware: Hardware, space: Space) -> dict[int, Choice]:
     return {
         bucket: search(Workload.balanced(shape, buckets.most_tokens(bucket)), hardware, space)
         for bucket in buckets.all()
     }
 
 
-def candidates_to_measure(work: Workload, hardware: Hardware, count: int) -> list[Choice]:
+def candidates_to_measure(work: Workload, hardware: Hardware, space: Space, count: int) -> list[Choice]:
     """The i-th holds the model's i-th best of each launch: launches share nothing, so that one call of the layer
     measures a candidate of each."""
-    space = kernel_space(hardware)
     ranked = {launch: best_of_launch(launch, work, hardware, space, count) for launch in TUNED}
     return [
         Choice({launch: found[min(index, len(found) - 1)] for launch, found in ranked.items()})
@@ -162,7 +170,7 @@ def candidates_to_measure(work: Workload, hardware: Hardware, count: int) -> lis
 
 
 def choose_by_measuring(
-    work: Workload, hardware: Hardware, count: int, times_us: Callable[[Choice], dict[str, float]]
+    work: Workload, hardware: Hardware, space: Space, count: int, times_us: Callable[[Choice], dict[str, float]]
 ) -> Choice:
     """Of the model's best of each launch, the fastest by its measured time.
 
@@ -170,7 +178,7 @@ def choose_by_measuring(
         times_us: measures a configuration: launch -> microseconds.
     """
     measured: dict[str, list[LaunchChoice]] = {launch: [] for launch in TUNED}
-    for choice in candidates_to_measure(work, hardware, count):
+    for choice in candidates_to_measure(work, hardware, space, count):
         times = times_us(choice)
         for launch, found in choice.launches.items():
             measured[launch].append(replace(found, predicted_us=times[launch]))

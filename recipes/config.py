@@ -48,7 +48,10 @@ class CombineRoles:
 
 @dataclass
 class Tune:
-    """How the fused kernels share the GPU. No bit of the results depends on it."""
+    """
+    How the fused kernels share the GPU. No bit of the results depends on it, but with numerics = "fast" those of the
+    scores' gradient go by the backward's tiles: there only a launch by hand changes them.
+    """
 
     mode: Literal["auto", "off", "model", "measured"] = "off"
     """
@@ -98,6 +101,14 @@ class UniEP:
     - "auto": the best of these that this machine runs; the log and run.json say which.
     """
 
+    numerics: Literal["bitwise", "fast"] = "bitwise"
+    """
+    Of the backward of "uniep".
+    - "bitwise": the bits of "torchtitan".
+    - "fast": fewer roundings, and gradients of the scores that are taken at the experts, so that a layer keeps 2 T K D
+      bytes less. Other bits than "torchtitan", the same on every run.
+    """
+
     symmetric_memory: Literal["auto", "nvshmem", "torch"] = "auto"
     """Memory that other ranks write into, for "uniep": NVSHMEM or torch's own; "auto" tries them in this order."""
 
@@ -108,7 +119,14 @@ class UniEP:
 
 
 @dataclass
+class Throughput:
+    token_budget: float | None = None
+    """Tokens that the run, or its continuations, shall see in all: the console then says when that will be."""
+
+
+@dataclass
 class JobConfig:
     model: Model = field(default_factory=Model)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     uniep: UniEP = field(default_factory=UniEP)
+    throughput: Throughput = field(default_factory=Throughput)

@@ -51,7 +51,14 @@ class LayerInputs:
         )
 
 
-def warm_up(inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, score_before_experts: bool) -> None:
+def warm_up(
+    inputs: LayerInputs,
+    heap: SymmetricHeap,
+    config: KernelConfig,
+    *,
+    score_before_experts: bool = False,
+    fast: bool = False,
+) -> None:
     """A forward and a backward, which compile what the configuration needs and make room for the rows."""
     x, scores, w1, w2, w3 = leaves = [
         tensor.detach().requires_grad_()
@@ -60,7 +67,16 @@ def warm_up(inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, *, s
     ids = inputs.expert_ids_TK
     with torch.enable_grad():
         out_TD = fused_moe(
-            x, scores, ids, w1, w2, w3, score_before_experts=score_before_experts, heap=heap, config=config
+            x,
+            scores,
+            ids,
+            w1,
+            w2,
+            w3,
+            score_before_experts=score_before_experts,
+            heap=heap,
+            config=config,
+            fast=fast,
         )
         torch.autograd.grad(out_TD, leaves, inputs.grad_TD)
 
@@ -72,6 +88,7 @@ def run_layer(
     *,
     with_backward: bool,
     score_before_experts: bool = False,
+    fast: bool = False,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """One forward (and backward): its results, and pairs of CUDA events around each step."""
     events: dict[str, Any] = {}
@@ -90,7 +107,12 @@ def run_layer(
         raise RuntimeError("the rows had no room: warm up first")
 
     weights = (inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
-    more: dict[str, Any] = {"score_before_experts": score_before_experts, "heap": heap, "config": config}
+    more: dict[str, Any] = {
+        "score_before_experts": score_before_experts,
+        "heap": heap,
+        "config": config,
+        "fast": fast,
+    }
     routing = (inputs.scores_TK, inputs.expert_ids_TK)
     forward = forward_steps(inputs.x_TD, *routing, *weights, save=with_backward, **more)
     out_TD, saved = stepped(forward, FORWARD_STEPS)
@@ -110,6 +132,7 @@ def measure_layer(
     group: dist.ProcessGroup | None,
     with_backward: bool = True,
     score_before_experts: bool = False,
+    fast: bool = False,
 ) -> tuple[dict[str, float], list[Tensor]]:
     """GPU microseconds of each step: the median of some calls, the slowest rank's; and the last call's results.
 
@@ -123,7 +146,7 @@ def measure_layer(
             dist.barrier(group)
         torch.cuda._sleep(_PAUSE_CYCLES)
         results, events = run_layer(
-            inputs, heap, config, with_backward=with_backward, score_before_experts=score_before_experts
+            inputs, heap, config, with_backward=with_backward, score_before_experts=score_before_experts, fast=fast
         )
         torch.cuda.synchronize()
         for name, (start, end) in events.items():

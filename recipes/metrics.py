@@ -1,8 +1,7 @@
-"""TorchTitan's metrics with tokens/day: every step into the run's records, every `log_freq` steps to the console,
-TensorBoard and wandb."""
+"""TorchTitan's metrics with tokens/day, progress and expert load: every step into the run's records, every `log_freq`
+steps to the console, TensorBoard and wandb."""
 
 import copy
-import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -11,64 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
+from torch import nn
+from torchtitan.components.metrics import BaseLogger, MetricsProcessor, _get_metrics_rank
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from recipes.data import fingerprint
+from recipes.expert_load import ExpertLoad, ExpertLoadCounter
 from recipes.parallelize import routed_backend
+from recipes.progress import SECONDS_PER_DAY, Progress, humanize
 from recipes.records import RunRecords, StepRecord, commit, versions
+from recipes.step_timer import StepTimer
+from recipes.wandb_logger import WandbLogger, heat_maps
+from uniep.shapes import MoEShape
 
-SECONDS_PER_DAY = 86400
 # Names for which torchtitan.tools.utils.get_peak_flops has a peak; for any other it assumes an A100's.
 _KNOWN_PEAK = ("A100", "H100", "H200", "H20", "B200", "MI355X", "MI300X", "MI325X", "MI250X", "Max 1550", "l40s")
 
 
-def humanize(number: float) -> str:
-    """138200000000 -> "138.2 B"."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= size * 0.9995:
-            return f"{number / size:.1f} {letter}"
-    return f"{number:.0f} "
-
-
-class WandbLogger(BaseLogger):
-    """Logs to wandb; without an API key into an offline run. A restarted run goes on in the same wandb run."""
-
-    def __init__(self, folder: str, job_config: JobConfig, run_id: str):
-        import wandb
-
-        mode: Any = os.environ.get("WANDB_MODE")
-        if mode is None and not _has_wandb_login():
-            mode = "offline"
-            logger.info("wandb has no API key: the run is recorded offline; `wandb sync` uploads it later")
-        os.makedirs(folder, exist_ok=True)
-        self._run = wandb.init(
-            entity=os.environ.get("WANDB_TEAM"),
-            project=os.environ.get("WANDB_PROJECT", "uniep-recipe"),
-            name=os.environ.get("WANDB_RUN_NAME"),
-            id=os.environ.get("WANDB_RUN_ID", run_id),
-            group=os.environ.get("WANDB_RUN_GROUP"),
-            resume="allow",
-            mode=mode,
-            dir=folder,
-            config=job_config.to_dict(),
-        )
-        # Steps as an ordinary metric: wandb's own step counter drops the steps that a restart runs again.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, metrics: dict[str, Any], step: int) -> None:
-        self._run.log(metrics | {"step": step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class RecipeMetrics(MetricsProcessor):
-    """TorchTitan's processor, with a record of every step and global tokens/day."""
+    """TorchTitan's processor, with a record of every step and global tokens/day.
+
+    Attributes:
+        forward_backward: what the trainer enters around each forward and backward.
+    """
 
     logger: BaseLogger
     time_last_log: float
@@ -82,14 +49,31 @@ class RecipeMetrics(MetricsProcessor):
         self._data_parallel_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
         device_name = self.device_memory_monitor.device_name
         self._has_known_peak = any(name in device_name for name in _KNOWN_PEAK)
+        self.forward_backward = StepTimer()
+        self._expert_load: ExpertLoadCounter | None = None
+        self._wandb: WandbLogger | None = None
         self._rates: list[float] = []
+        self._started = time.perf_counter()
         self._tokens_since_console = 0
         self._seconds_since_console = 0.0
+        self._data_loading_since_console = 0.0
         self._records: RunRecords | None = None
         if torch.distributed.get_rank() == _get_metrics_rank(parallel_dims, job_config):
             self._records = self._open_records(device_name)
             if not self._has_known_peak:
                 logger.warning(f"MFU is left out: the peak rate of {device_name} is not known")
+
+    def count_experts(self, model_parts: list[nn.Module], model_args: Any) -> None:
+        """Counts the load of the experts from now on, for the steps that are logged."""
+        dims = self.parallel_dims
+        moe = model_args.moe_args
+        meshes = [mesh for name in ("loss", "pp") if (mesh := dims.get_optional_mesh(name)) is not None]
+        self._expert_load = ExpertLoadCounter(
+            model_parts,
+            MoEShape(moe.num_experts, moe.top_k, model_args.dim, model_args.moe_inter_dim, ep_degree=dims.ep),
+            num_layers=model_args.n_layers,
+            groups=[mesh.get_group() for mesh in meshes],
+        )
 
     def should_log(self, step: int) -> bool:
         # Every step is recorded. The trainer waits for the device every step in any case, to count valid tokens.
@@ -110,6 +94,9 @@ class RecipeMetrics(MetricsProcessor):
         tokens_per_second = tokens / step_time_s
         memory = self.device_memory_monitor.get_peak_stats()
         extra = dict(extra_metrics or {})
+        # The first step of a process compiles and warms up: it has a console line of its own.
+        is_logged = super().should_log(step) or not self._rates
+        load = self._expert_load.collect() if self._expert_load is not None and is_logged else None
         record = StepRecord(
             step=step,
             loss=global_avg_loss,
@@ -122,6 +109,10 @@ class RecipeMetrics(MetricsProcessor):
             tokens_per_second=tokens_per_second,
             tokens_per_day=tokens_per_second * SECONDS_PER_DAY,
             memory_gib=memory.max_reserved_gib,
+            data_loading_s=sum(self.data_loading_times),
+            forward_backward_s=self.forward_backward.take_s(),
+            unix_time_s=time.time(),
+            expert_load=load,
         )
         if self._records is not None:
             if not self._rates:
@@ -131,17 +122,22 @@ class RecipeMetrics(MetricsProcessor):
         self._tokens_since_console += tokens
         self._seconds_since_console += step_time_s
         self._rates.append(tokens_per_second)
-        # The first step of a process compiles and warms up: it has a console line of its own.
-        if super().should_log(step) or len(self._rates) == 1:
+        self._data_loading_since_console += record.data_loading_s
+        if is_logged:
             self._log_interval(record, global_max_loss, memory, extra)
-            self._tokens_since_console, self._seconds_since_console = 0, 0.0
-            self.data_loading_times.clear()
+            self._tokens_since_console = 0
+            self._seconds_since_console = self._data_loading_since_console = 0.0
+        if self._expert_load is not None:
+            self._expert_load.enabled = super().should_log(step + 1)
+        self.data_loading_times.clear()
         self.ntokens_since_last_log = 0
         self.time_last_log = now
         self.device_memory_monitor.reset_peak_stats()
 
     def close(self) -> None:
         super().close()
+        if self._wandb is not None:
+            self._wandb.close()
         if self._records is not None:
             self._records.close()
 
@@ -149,6 +145,15 @@ class RecipeMetrics(MetricsProcessor):
         tokens_per_second = self._tokens_since_console / self._seconds_since_console
         median_per_second = statistics.median(self._rates[1:] or self._rates)
         per_device = tokens_per_second / self.parallel_dims.world_size
+        config = self.job_config
+        progress = Progress(
+            step=record.step,
+            num_steps=config.training.steps,
+            tokens_seen=record.tokens_seen,
+            tokens_per_second=median_per_second,
+            elapsed_s=time.perf_counter() - self._started,
+            token_budget=config.throughput.token_budget,
+        )
         metrics: dict[str, Any] = {
             "loss_metrics/global_avg_loss": record.loss,
             "loss_metrics/global_max_loss": global_max_loss,
@@ -160,9 +165,12 @@ class RecipeMetrics(MetricsProcessor):
             "throughput/tokens_per_day_median": median_per_second * SECONDS_PER_DAY,
             "throughput/tokens_per_second_per_device": per_device,
             "throughput/tflops_per_device": self.num_flops_per_token * per_device / 1e12,
-            "time_metrics/data_loading(s)": statistics.fmean(self.data_loading_times or [0.0]),
-            "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / self._seconds_since_console,
+            "time_metrics/data_loading(s)": record.data_loading_s,
+            "time_metrics/data_loading(%)": 100 * self._data_loading_since_console / self._seconds_since_console,
+            "time_metrics/forward_backward(s)": record.forward_backward_s,
             **{f"memory/{name}": value for name, value in memory._asdict().items()},
+            **progress.metrics(),
+            **_load_metrics(record.expert_load),
             **self._backend_metrics(),
             **extra,
         }
@@ -171,16 +179,18 @@ class RecipeMetrics(MetricsProcessor):
             metrics["throughput/mfu(%)"] = 100 * self.num_flops_per_token * per_device / self.gpu_peak_flops
             mfu = f"  mfu: {metrics['throughput/mfu(%)']:.2f}%"
         self.logger.log(metrics, record.step)
+        if self._wandb is not None:
+            self._wandb.log(metrics | (heat_maps(record.expert_load) if record.expert_load else {}), record.step)
         color = self.color
         logger.info(
-            f"{color.red}step: {record.step:2}  "
+            f"{color.red}step: {record.step:2}/{config.training.steps}  "
             f"{color.green}loss: {record.loss:8.5f}  "
             f"{color.orange}grad_norm: {record.grad_norm:7.4f}  "
             f"{color.turquoise}memory: {record.memory_gib:5.2f}GiB({memory.max_reserved_pct:.2f}%)  "
             f"{color.blue}tps: {round(tokens_per_second):,}  "
             f"{color.cyan}{humanize(tokens_per_second * SECONDS_PER_DAY)} tokens/day "
             f"(median {humanize(median_per_second * SECONDS_PER_DAY)})"
-            f"{color.magenta}{mfu}{color.reset}"
+            f"{color.magenta}{mfu}{color.reset}  {progress.line()}"
         )
 
     def _open_records(self, device_name: str) -> RunRecords:
@@ -205,13 +215,9 @@ class RecipeMetrics(MetricsProcessor):
         )
         if config.metrics.enable_wandb:
             try:
-                wandb_logger = WandbLogger(config.job.dump_folder, config, records.run_id)
+                self._wandb = WandbLogger(config.job.dump_folder, config, records.run_id)
             except ImportError:
                 logger.warning("wandb is not installed: the run is recorded in its folder only")
-            else:
-                if not isinstance(self.logger, LoggerContainer):
-                    self.logger = LoggerContainer()
-                self.logger.add_logger(wandb_logger)
         return records
 
     def _backend_metrics(self) -> Mapping[str, float]:
@@ -232,7 +238,13 @@ def build_metrics_processor(
     return RecipeMetrics(job_config, parallel_dims, tag)
 
 
-def _has_wandb_login() -> bool:
-    import wandb
-
-    return bool(os.environ.get("WANDB_API_KEY")) or wandb.login(prompt=False)
+def _load_metrics(load: ExpertLoad | None) -> dict[str, float]:
+    if load is None:
+        return {}
+    return {
+        "expert_load/imbalance_max": max(load.imbalance),
+        "expert_load/imbalance_mean": statistics.fmean(load.imbalance),
+        "expert_load/rank_imbalance_max": max(load.rank_imbalance),
+        "expert_load/distinct_ranks": statistics.fmean(load.distinct_ranks),
+        "expert_load/distinct_ranks_expected": load.distinct_ranks_expected,
+    }

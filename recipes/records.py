@@ -13,6 +13,8 @@ from typing import Any, TextIO
 import torch
 from torchtitan.tools.logging import logger
 
+from recipes.expert_load import ExpertLoad
+
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 
@@ -27,6 +29,11 @@ class StepRecord:
         step_time_s: from the end of the step before to the end of this one.
         tokens_per_second: of all ranks, in this step; tokens_per_day: the same times 86400.
         memory_gib: peak since the step before; device memory on GPUs, resident memory on CPUs.
+        data_loading_s: time this rank waited for its data.
+        forward_backward_s: in forward and backward of this rank's device; the rest of the step is the clipping, the
+            optimizer, and what is between them.
+        unix_time_s: when the step ended.
+        expert_load: of the steps that are logged; the line of any other lacks it.
     """
 
     step: int
@@ -39,6 +46,15 @@ class StepRecord:
     tokens_per_second: float
     tokens_per_day: float
     memory_gib: float
+    data_loading_s: float
+    forward_backward_s: float
+    unix_time_s: float
+    expert_load: ExpertLoad | None = None
+
+    def to_json(self) -> str:
+        """One line. The expert load, most of its bytes, comes last, so that a reader can leave it unread."""
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        return json.dumps(fields, separators=(", ", ": "), default=vars)
 
 
 class RunRecords:
@@ -71,7 +87,7 @@ class RunRecords:
         if self._metrics is None:
             self._metrics = self._open_metrics(record.step)
             _replace(self._folder / RUN_FILE, _to_json(self._run))
-        self._metrics.write(json.dumps(vars(record), separators=(", ", ": ")) + "\n")
+        self._metrics.write(record.to_json() + "\n")
         self._metrics.flush()
 
     def close(self) -> None:

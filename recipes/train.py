@@ -2,17 +2,30 @@
 
 import os
 import sys
+from typing import Any
 
+from torch import Tensor
 from torchtitan import train
 from torchtitan.config import JobConfig
 
 from recipes.checks import ConfigError, check_config
 from recipes.load import load_config
+from recipes.metrics import RecipeMetrics
 from recipes.parallelize import routed_backend
 
 
 class RecipeTrainer(train.Trainer):
-    """TorchTitan's Trainer, which also gives back what the MoE backend holds."""
+    """TorchTitan's Trainer, which also measures for our metrics and gives back what the MoE backend holds."""
+
+    metrics_processor: RecipeMetrics
+
+    def __init__(self, job_config: JobConfig):
+        super().__init__(job_config)
+        self.metrics_processor.count_experts(self.model_parts, self.model_args)
+
+    def forward_backward_step(self, **inputs: Any) -> Tensor:
+        with self.metrics_processor.forward_backward:
+            return super().forward_backward_step(**inputs)
 
     def close(self) -> None:
         super().close()

@@ -28,6 +28,7 @@ from recipes.choices import (
     find_hardware,
     fixed_by_hand,
     kernel_config,
+    tuned_space,
 )
 from recipes.config import Tune
 from recipes.launch_times import LayerInputs, measure_layer, warm_up
@@ -35,7 +36,7 @@ from recipes.records import commit, versions
 from uniep.autotune.cache import CacheKey, load_choices, store_choices
 from uniep.autotune.fit import RESOURCES, Sample, fit
 from uniep.autotune.hardware import TILES, TUNED, Hardware
-from uniep.autotune.search import Choice, LaunchChoice, kernel_space, predict_choice, search
+from uniep.autotune.search import Choice, LaunchChoice, Space, kernel_space, predict_choice, search
 from uniep.autotune.watch import Watch
 from uniep.autotune.workload import Workload
 from uniep.kernels.config import KernelConfig
@@ -175,13 +176,21 @@ class Tuner:
         """Of the last timed forward."""
         return dict(self._metrics)
 
-    def run(self, x_TD: Tensor, *tensors: Tensor, heap: SymmetricHeap, score_before_experts: bool) -> Tensor:
+    def run(
+        self, x_TD: Tensor, *tensors: Tensor, heap: SymmetricHeap, score_before_experts: bool, fast: bool = False
+    ) -> Tensor:
         """`uniep.layer.fused_moe` with the bucket's configuration."""
         num_tokens = len(x_TD)
         on_step = self.before_call(num_tokens)
         config = self.config(num_tokens)
         return fused_moe(
-            x_TD, *tensors, score_before_experts=score_before_experts, heap=heap, config=config, on_step=on_step
+            x_TD,
+            *tensors,
+            score_before_experts=score_before_experts,
+            heap=heap,
+            config=config,
+            fast=fast,
+            on_step=on_step,
         )
 
     def before_call(self, num_tokens: int) -> Callable[[int], None] | None:
@@ -286,6 +295,7 @@ def open_tuner(
     base: KernelConfig,
     options: Tune,
     score_before_experts: bool,
+    fast: bool = False,
 ) -> Tuner:
     """Chooses for all buckets and compiles what they need. All ranks of the group call it together.
 
@@ -296,12 +306,13 @@ def open_tuner(
     shape, max_tokens = heap.layout.shape, heap.layout.max_tokens
     hardware = find_hardware(options.hardware, torch.cuda.get_device_name(heap.device))
     buckets = Buckets(options.bucket_tokens, max_tokens)
+    space = tuned_space(hardware, base, fast=fast)
     agree = agree_through(group)
     if options.mode == "measured":
-        choices = _measured(heap, group, buckets, hardware, base, options, agree, score_before_experts)
+        choices = _measured(heap, group, buckets, hardware, space, base, options, agree, score_before_experts, fast)
         hardware = as_measured(shape, buckets, choices, hardware)
     else:
-        choices = choose_by_model(shape, buckets, hardware)
+        choices = choose_by_model(shape, buckets, hardware, space)
     choices, hardware = agree((choices, hardware))
     chosen = time.perf_counter()
     tuner = Tuner(
@@ -309,7 +320,7 @@ def open_tuner(
     )
     inputs = LayerInputs.draw(heap, min(max_tokens, _WARM_UP_TOKENS))
     for config in tuner.configs_to_compile():
-        warm_up(inputs, heap, config, score_before_experts=score_before_experts)
+        warm_up(inputs, heap, config, score_before_experts=score_before_experts, fast=fast)
     del inputs
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -325,14 +336,17 @@ def _measured(
     group: dist.ProcessGroup | None,
     buckets: Buckets,
     hardware: Hardware,
+    space: Space,
     base: KernelConfig,
     options: Tune,
     agree: Callable[[Any], Any],
     score_before_experts: bool,
+    fast: bool,
 ) -> dict[int, Choice]:
     """From the cache of the first rank, else by timing; the first rank then keeps it."""
     shape = heap.layout.shape
-    found = {name: str(version) for name, version in {**versions(), "commit": commit()}.items()}
+    kernels = {"commit": commit(), "score_before_experts": score_before_experts, "fast": fast}
+    found = {name: str(value) for name, value in {**versions(), **kernels}.items()}
     key = CacheKey(shape, hardware.fingerprint, found, options.mode, buckets.tokens, buckets.max_tokens)
     folder = Path(options.cache).expanduser() if options.cache is not None else None
     kept = load_choices(folder, key) if folder is not None and heap.rank == 0 else {}
@@ -346,14 +360,20 @@ def _measured(
 
         def times_us(choice: Choice, inputs: LayerInputs = inputs) -> dict[str, float]:
             config = kernel_config(choice, base)
-            warm_up(inputs, heap, config, score_before_experts=score_before_experts)
+            warm_up(inputs, heap, config, score_before_experts=score_before_experts, fast=fast)
             times, _ = measure_layer(
-                inputs, heap, config, num_calls=_NUM_TIMED, group=group, score_before_experts=score_before_experts
+                inputs,
+                heap,
+                config,
+                num_calls=_NUM_TIMED,
+                group=group,
+                score_before_experts=score_before_experts,
+                fast=fast,
             )
             return times
 
         work = Workload.balanced(shape, num_tokens)
-        choices[bucket] = choose_by_measuring(work, hardware, options.num_candidates, times_us)
+        choices[bucket] = choose_by_measuring(work, hardware, space, options.num_candidates, times_us)
     if folder is not None and heap.rank == 0:
         store_choices(folder, key, choices)
     return {bucket: choices[bucket] for bucket in buckets.all()}

@@ -6,7 +6,8 @@ Starts a process a GPU. All variants hold the same weights and tokens and are ti
 the median of means over a few calls in a row, the slowest rank's. Bits are compared first, output and gradients, ours
 with TorchTitan's: a row with unequal bits prints no speed-up. `gemm` is the layer's grouped GEMMs through
 torch._grouped_mm on rows that lie in place already: a floor that no block reaches. `--switches` times the fused kernels
-once more with each measuring switch set.
+once more with each measuring switch set, `--numerics-fast` with `[uniep] numerics = "fast"`: its time stands beside the
+bitwise one, and how far its gradients are from those in relative L2, the largest of any rank.
 """
 
 import argparse
@@ -39,6 +40,8 @@ from uniep.shapes import MoEShape
 
 ROOT = Path(__file__).parents[1]
 SAMPLES, CALLS = 5, 20
+# The variant of --numerics-fast.
+FAST = "uniep fast"
 # What each switch of the fused kernels is set to when it is measured.
 SWITCHES: dict[str, dict[str, Any]] = {
     "relay off": {"copy_per_expert": True},
@@ -189,11 +192,18 @@ def unequal_results(want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str
     return {name: share for name, share in zip(want, shares.tolist(), strict=True) if share}
 
 
+def relative_errors(want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
+    """L2 of the difference by that of want, of each result, the largest of any rank."""
+    errors = torch.stack([(got[name].float() - want[name].float()).norm() / want[name].float().norm() for name in want])
+    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    return dict(zip(want, errors.tolist(), strict=True))
+
+
 def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     with_backward = options.passes == "both"
 
-    def opened(name: Any, switch: dict[str, Any] | None = None) -> RoutedBackend:
-        section = replace(UniEP(), symmetric_memory=options.memory)
+    def opened(name: Any, switch: dict[str, Any] | None = None, numerics: Any = "bitwise") -> RoutedBackend:
+        section = replace(UniEP(), symmetric_memory=options.memory, numerics=numerics)
         return open_backend(
             name, layer.shape, max_tokens=layer.num_tokens, ep_mesh=mesh, options=section, switches=switch or {}
         )
@@ -208,11 +218,15 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
     }
     if options.switches:
         backends |= {switch: opened("uniep", settings) for switch, settings in SWITCHES.items()}
+    if options.numerics_fast:
+        backends[FAST] = opened("uniep", numerics="fast")
     blocks = {"stock": block(stock)} | {n: block(UniEPMoE(stock, b, ep_mesh=mesh)) for n, b in backends.items()}
     want = blocks["stock"].results()
-    unequal = {name: unequal_results(want, blocks[name].results()) for name in backends}
+    unequal = {name: unequal_results(want, blocks[name].results()) for name in backends if name != FAST}
+    # Where ours has the stock block's bits, they are the bitwise gradients; where not, the row counts for nothing.
+    errors = relative_errors(want, blocks[FAST].results()) if options.numerics_fast else {}
     del want
-    peaks = {name: peak_gib(blocks[name]) for name in ("stock", "uniep")}
+    peaks = {name: peak_gib(blocks[name]) for name in ("stock", "uniep", FAST) if name in blocks}
     times = time_interleaved({**blocks, "gemm": grouped_gemms(stock, layer, with_backward)})
     heap_gib = float(backends["uniep"].facts["heap_gib"])
     for backend in backends.values():
@@ -234,6 +248,7 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
         "unequal_shares": {name: shares for name, shares in unequal.items() if shares},
         "peak_gib_stock": round(peaks["stock"], 3),
         "peak_gib_uniep": round(peaks["uniep"] + heap_gib, 3),
+        **({"peak_gib_uniep_fast": round(peaks[FAST] + heap_gib, 3), "fast_relative_errors": errors} if errors else {}),
     }
 
 
@@ -248,6 +263,12 @@ def report(row: dict[str, Any]) -> str:
     extra = "".join(
         f"  {n} {row[n.replace(' ', '_') + '_ms']:.3f}" for n in SWITCHES if n.replace(" ", "_") + "_ms" in row
     )
+    if "uniep_fast_ms" in row:
+        worst = max(row["fast_relative_errors"], key=row["fast_relative_errors"].get)
+        extra += (
+            f"  fast {row['uniep_fast_ms']:.3f} ms, {row['uniep_ms'] / row['uniep_fast_ms']:.3f}x bitwise, "
+            f"{row['peak_gib_uniep_fast']:.2f} GiB, {worst} off by {row['fast_relative_errors'][worst]:.1e}"
+        )
     ratio = row["stock_ms"] / row["uniep_ms"]
     return line + f"{ratio:5.2f}x stock, {row['uniep_ms'] / row['gemm_ms']:4.2f}x gemm, equal{extra}"
 
@@ -297,8 +318,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--experts", type=int, help="cut the shapes to this many experts")
     parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
     parser.add_argument("--switches", action="store_true", help="also time each measuring switch")
+    parser.add_argument("--numerics-fast", action="store_true", help='also time numerics = "fast" (with --pass both)')
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
+    if options.numerics_fast and options.passes != "both":
+        parser.error("--pass must be both with --numerics-fast, got forward: only the backward differs")
     chosen = layers(options)
     if torch.cuda.device_count() < options.ep:
         print(f"error: --ep must be at most the GPUs of this machine = {torch.cuda.device_count()}, got {options.ep}: "

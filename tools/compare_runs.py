@@ -29,6 +29,7 @@ FREE_SETTINGS = (
     "experimental",  # which modules are imported
     "metrics",
     "profiling",
+    "throughput",
     "checkpoint",  # but see WARNED_SETTINGS
     "comm",
     "memory_estimation",
@@ -52,6 +53,7 @@ FREE_SETTINGS = (
 )
 # Free settings that may well change bits.
 WARNED_SETTINGS = (
+    "uniep.numerics",
     "compile",
     "model.hf_assets_path",
     "model.tokenizer_path",
@@ -75,8 +77,8 @@ exit status:
 
 must be equal: model, training (not its steps), parallelism, optimizer, lr_scheduler, quantize, debug.seed, every other
 section that is not listed here, and the hash of the data.
-may differ: uniep, job, experimental, metrics, profiling, checkpoint, comm, validation, activation_checkpoint, and
-compile (with a warning).
+may differ: uniep, job, experimental, metrics, profiling, throughput, checkpoint, comm, validation,
+activation_checkpoint, and compile (with a warning).
 """
 
 
@@ -291,6 +293,11 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 
+def label_runs(num_runs: int) -> list[str]:
+    """A, B, C, ..."""
+    return [ascii_uppercase[i] if i < len(ascii_uppercase) else f"run{i + 1}" for i in range(num_runs)]
+
+
 def check_comparable(labels: Sequence[str], runs: Sequence[Run], force: bool) -> list[str]:
     """Compares the configs of all runs with the first.
 
@@ -330,6 +337,22 @@ def report(labels: Sequence[str], runs: Sequence[Run], pairs: Sequence[PairCompa
         for label, run, pair in zip(labels[1:], runs[1:], pairs, strict=True):
             lines += ["", *_report_pair(labels[0], label, runs[0], run, pair)]
     return "\n".join(lines)
+
+
+def verdict(label_a: str, label_b: str, pair: PairComparison) -> str:
+    """What comparing run B with run A found, in a line."""
+    common = pair.common
+    if pair.identical:
+        return f"{label_b} is identical to {label_a}: all {len(common)} steps"
+    if not len(common):
+        return f"{label_b} has no step in common with {label_a}"
+    if not pair.trends:
+        return f"{label_b} is identical to {label_a} up to step {common[-1]}, the last that both have"
+    first = min(int(trend.steps[0]) for trend in pair.trends.values())
+    names = " and ".join(name for name, trend in pair.trends.items() if trend.steps[0] == first)
+    before = common[common < first]
+    until = f"identical up to step {before[-1]}, " if len(before) else ""
+    return f"{label_b} is different from {label_a}: {until}first differing at step {first}, in {names}"
 
 
 def _report_pair(label_a: str, label_b: str, a: Run, b: Run, pair: PairComparison) -> list[str]:
@@ -495,7 +518,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status; `--help` says what each means."""
     arguments = _parser().parse_args(argv)
     folders = [arguments.first, *arguments.others]
-    labels = [ascii_uppercase[i] if i < len(ascii_uppercase) else f"run{i + 1}" for i in range(len(folders))]
+    labels = label_runs(len(folders))
     try:
         pyplot = _pyplot() if arguments.plot else None
         runs = [read_run(folder) for folder in folders]

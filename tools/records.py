@@ -1,8 +1,8 @@
 """Reads the folder that a run leaves: `run.json` and `metrics.jsonl`, checked line by line."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ METRICS_FILE = "metrics.jsonl"
 VALUES = ("loss", "grad_norm")
 # Steps and tokens end in int64 arrays.
 COUNT_LIMIT = 2**63
+# The expert load is most of a line's bytes and its last key: it is parsed for few lines only, evenly spaced.
+LOAD_MARK = b', "expert_load": '
+MAX_LOADS = 200
 
 
 class RecordError(ValueError):
@@ -36,6 +39,11 @@ class Run:
         steps: [steps] int64, strictly increasing.
         tokens_seen: [steps] int64.
         values: for each name in VALUES, [steps] float64 with exactly the recorded bits (NaN has one bit pattern).
+        series: every other number of a line, [steps] float64; NaN at steps whose line lacks it.
+        loads: (step, expert load as recorded) of at most 2 * MAX_LOADS steps, evenly spaced.
+        num_loads: steps that recorded an expert load.
+        tuner: what the tuner chose, as recorded (`tuner`, or `tune` of the backend); None where it did not run.
+        cut: what is wrong with the last line, where a crash cut it and the caller asked to go on without it.
     """
 
     folder: Path
@@ -48,10 +56,18 @@ class Run:
     steps: NDArray[np.int64]
     tokens_seen: NDArray[np.int64]
     values: Mapping[str, NDArray[np.float64]]
+    series: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    loads: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    num_loads: int = 0
+    tuner: Any = None
+    cut: str | None = None
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path, *, drop_cut_line: bool = False) -> Run:
     """Reads and checks a run folder.
+
+    Args:
+        drop_cut_line: read a run whose last line was cut by a crash up to the line before it.
 
     Raises:
         RecordError: the folder or a file is missing or empty, a file is not JSON (a line cut in the middle), a key is
@@ -66,7 +82,7 @@ def read_run(folder: str | Path) -> Run:
         _typed(record, key, dict, str(path)) for key in ("config", "versions", "devices", "backend", "data")
     )
     _typed(data, "sha256", (str, type(None)), f"{path}: data")
-    steps, tokens_seen, values = _read_metrics(folder / METRICS_FILE)
+    metrics = _read_metrics(folder / METRICS_FILE, drop_cut_line)
     return Run(
         folder=folder,
         config=flatten(config),
@@ -75,9 +91,8 @@ def read_run(folder: str | Path) -> Run:
         backend=_typed(backend, "ran", str, f"{path}: backend"),
         commit=_typed(record, "commit", (str, type(None)), str(path)) or "",
         data=flatten(data),
-        steps=steps,
-        tokens_seen=tokens_seen,
-        values=values,
+        tuner=record.get("tuner", backend.get("tune")),
+        **metrics,
     )
 
 
@@ -92,20 +107,29 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _read_metrics(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, NDArray[np.float64]]]:
-    """Returns steps, tokens_seen and the values of VALUES. Raises RecordError."""
-    text = _read_bytes(path)
-    if not text:
-        raise RecordError(f"{path}: must hold at least one step, got an empty file")
+def _read_metrics(path: Path, drop_cut_line: bool) -> dict[str, Any]:
+    """Returns the fields of Run that metrics.jsonl holds. Raises RecordError."""
+    lines = _read_bytes(path).split(b"\n")
+    cut = None
+    if not lines[-1]:
+        lines.pop()
+    elif drop_cut_line and not _is_whole(lines[-1]):
+        cut = f"{path} line {len(lines)} was cut in the middle and is left out"
+        lines.pop()
+    if not lines:
+        raise RecordError(f"{path}: must hold at least one step, got {'one cut line' if cut else 'an empty file'}")
     steps: list[int] = []
     tokens_seen: list[int] = []
     values: dict[str, list[float]] = {name: [] for name in VALUES}
-    lines = text.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
+    series: dict[str, NDArray[np.float64]] = {}
+    loads: list[tuple[int, bytes, str]] = []
+    num_loads, stride = 0, 1
     for number, line in enumerate(lines, start=1):
         where = f"{path} line {number}"
-        row = _parse_object(line, where)
+        head, has_load, load = line.partition(LOAD_MARK)
+        if has_load and not load.endswith(b"}}"):
+            _parse_object(line, where)
+        row = _parse_object(head + b"}" if has_load else line, where)
         step = _count(row, "step", where)
         if steps and step <= steps[-1]:
             raise RecordError(f"{where}: step must be greater than the line before's {steps[-1]}, got {step}")
@@ -115,11 +139,41 @@ def _read_metrics(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64], dic
             if name not in row:
                 raise RecordError(f"{where}: must hold the key '{name}', got a line without it")
             values[name].append(_hex_value(row, f"{name}_hex", where))
-    return (
-        np.array(steps, dtype=np.int64),
-        np.array(tokens_seen, dtype=np.int64),
-        {name: np.array(column, dtype=np.float64) for name, column in values.items()},
-    )
+        for name, value in row.items():
+            if type(value) in (float, int) and name not in ("step", "tokens_seen", *VALUES):
+                if name not in series:
+                    series[name] = np.full(len(lines), np.nan)
+                series[name][number - 1] = value
+        if has_load:
+            if num_loads % stride == 0:
+                loads.append((step, load[:-1], where))
+            num_loads += 1
+            if len(loads) > 2 * MAX_LOADS:
+                loads, stride = loads[::2], 2 * stride
+    return {
+        "steps": np.array(steps, dtype=np.int64),
+        "tokens_seen": np.array(tokens_seen, dtype=np.int64),
+        "values": {name: np.array(column, dtype=np.float64) for name, column in values.items()},
+        "series": series,
+        "loads": [(step, _parse_load(text, where)) for step, text, where in loads],
+        "num_loads": num_loads,
+        "cut": cut,
+    }
+
+
+def _parse_load(text: bytes, where: str) -> dict[str, Any]:
+    load = _parse_object(text, f"{where}: expert_load")
+    for key in ("layers", "tokens_per_expert", "imbalance", "rank_imbalance", "distinct_ranks"):
+        _typed(load, key, list, f"{where}: expert_load")
+    _typed(load, "distinct_ranks_expected", float, f"{where}: expert_load")
+    return load
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _read_bytes(path: Path) -> bytes:

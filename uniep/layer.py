@@ -19,6 +19,7 @@ from uniep.kernels.gemm_combine import (
     reduce_by_torch,
     reduces_in_kernel,
     returned_rows,
+    returned_score_grads,
 )
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
 from uniep.kernels.wgrad import default_wgrad_config, launch_wgrad
@@ -41,7 +42,8 @@ class Saved:
         x_RD: the experts' inputs, scaled if scores go before the experts.
         g_RF, u_RF: x w1^T and x w3^T.
         scores_WMK: the scores of all ranks, or None if they go before the experts.
-        y_TKD: the rows that came back for this rank's tokens, or None if scores go before the experts.
+        y_TKD: the rows that came back for this rank's tokens, or None if scores go before the experts or numerics are
+            fast.
     """
 
     plan: RoutingPlan
@@ -75,9 +77,10 @@ def forward_steps(
     heap: SymmetricHeap,
     config: KernelConfig,
     save: bool = False,
+    fast: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Saved | None]]:
     """One forward without autograd, one launch a step: exchange, plan, dispatch + up GEMM, down GEMM + combine, the
-    rest. Returns the output, and what `backward_steps` needs if save.
+    rest. Returns the output, which fast does not change, and what `backward_steps` needs if save.
 
     It stops between launches, so that one host thread can drive the virtual ranks of a GPU side by side: a kernel waits
     for those of the other ranks, which must then be launched before the host waits for anything. Also torch's own
@@ -100,7 +103,8 @@ def forward_steps(
     scores_WMK = heap.region("scores").clone() if save and not score_before_experts else None
     yield
     saved_TKD = None
-    if scores_WMK is not None and in_kernel:
+    keeps_rows = scores_WMK is not None and not fast
+    if keeps_rows and in_kernel:
         saved_TKD = torch.empty(num_tokens, top_k, dim, dtype=torch.bfloat16, device=x_TD.device)
     while True:
         room_rows = heap.room_rows
@@ -140,7 +144,7 @@ def forward_steps(
         out_TD = reduce_by_torch(scores_TK, heap)
     if up.g_RF is None or up.u_RF is None:
         return out_TD, None
-    if scores_WMK is not None and saved_TKD is None:
+    if keeps_rows and saved_TKD is None:
         saved_TKD = returned_rows(num_tokens, heap).clone()
     # A tensor without rows has no address, which a TMA descriptor needs.
     kept = slice(max(num_rows, 1))
@@ -160,6 +164,7 @@ def backward_steps(
     score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
+    fast: bool = False,
 ) -> Generator[None, None, Gradients]:
     """One backward, one launch that waits for peers a step: dispatch + GEMM through w2, gradients of the weights, GEMM
     through w1 and w3 + combine, the rest. It never waits for the device: a kernel that gave up a wait is reported by
@@ -169,8 +174,9 @@ def backward_steps(
         grad_TD: gradients of the output.
         saved: what the forward left.
         x_TD: the forward's tokens if score_before_experts, else None.
-        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config: the forward's.
+        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config, fast: the forward's.
     """
+    scores_at_experts = fast and not score_before_experts
     grad_TD, scores_TK = grad_TD.contiguous(), scores_TK.contiguous()
     expert_ids_TK = expert_ids_TK.contiguous()
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
@@ -185,6 +191,7 @@ def backward_steps(
         heap,
         config=config,
         epoch=epoch,
+        scores_at_experts=scores_at_experts,
     )
     dispatched = torch.cuda.current_stream().record_event() if grad_TD.is_cuda else None
     yield
@@ -200,8 +207,7 @@ def backward_steps(
         shape=heap.layout.shape,
         config=wgrad_config,
     )
-    if not score_before_experts:
-        assert saved.y_TKD is not None
+    if saved.y_TKD is not None:
         grad_scores_TK = _grad_scores(grad_TD, saved.y_TKD, scores_TK, beside=dispatched)
     yield
     grad_x_TD = launch_gemm_combine_backward(
@@ -216,9 +222,13 @@ def backward_steps(
         config=config,
         epoch=epoch,
         score_before_experts=score_before_experts,
+        round_all=not fast,
+        score_parts_RP=rows.score_parts_RP,
     )
     yield
-    if score_before_experts:
+    if scores_at_experts:
+        grad_scores_TK = returned_score_grads(len(scores_TK), heap).clone()
+    elif score_before_experts:
         assert x_TD is not None
         grad_scores_TK = _grad_scores_before(returned_rows(len(scores_TK), heap), x_TD, scores_TK)
     return Gradients(grad_x_TD, grad_scores_TK, grad_w1_LFD, grad_w2_LDF, grad_w3_LFD)
@@ -282,10 +292,16 @@ class _FusedMoE(torch.autograd.Function):
         score_before_experts: bool,
         heap: SymmetricHeap,
         config: KernelConfig,
+        fast: bool,
         on_step: Callable[[int], None] | None,
     ) -> Tensor:
         inputs = (scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
-        more: dict[str, Any] = {"score_before_experts": score_before_experts, "heap": heap, "config": config}
+        more: dict[str, Any] = {
+            "score_before_experts": score_before_experts,
+            "heap": heap,
+            "config": config,
+            "fast": fast,
+        }
         out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, **more), on_step)
         assert saved is not None
         saved_x = x_TD if score_before_experts else None
@@ -304,7 +320,7 @@ class _FusedMoE(torch.autograd.Function):
         got = _finish(backward_steps(grads[0], saved, *inputs, **ctx.options))
         weights = zip((got.w1_LFD, got.w2_LDF, got.w3_LFD), inputs[3:], strict=True)
         grad_weights = (grad.to(weight.dtype) for grad, weight in weights)
-        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None
+        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None, None
 
 
 def fused_moe(
@@ -318,6 +334,7 @@ def fused_moe(
     score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
+    fast: bool = False,
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
     """The routed experts of one MoE layer, bit for bit `uniep.reference.reference_moe`, forward and backward.
@@ -332,12 +349,14 @@ def fused_moe(
         score_before_experts: scale the experts' inputs instead of their outputs.
         heap: open, of the layer's shape; shared by all layers of that shape.
         config: how the kernels share the GPU.
+        fast: let the backward round less often and take the gradients of the scores at the experts: other bits than
+            the reference's, the same on every run.
         on_step: for timing, called with a number of FORWARD_STEPS before each step of a forward that autograd records.
             Where rows had no room, there are more steps.
     """
     tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, on_step)
+        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, on_step)
     return fused_forward(*tensors, score_before_experts=score_before_experts, heap=heap, config=config)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.families import FAMILIES
+from tests.recipe.runs import read_run, read_steps
 from tools import compare_runs
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
@@ -43,3 +45,11 @@ def test_reference_trains_the_stock_bits(config, ac_mode, tmp_path, capsys):
     said = capsys.readouterr().out
     assert status == 0, said
     assert f"identical: {STEPS} steps" in said
+    # The blocks of both call the same routers: each token is counted once, whatever is recomputed.
+    stock, ours = ([step for step in read_steps(folder) if "expert_load" in step] for folder in folders.values())
+    assert [step["expert_load"] for step in stock] == [step["expert_load"] for step in ours]
+    model = read_run(folders["reference"])["config"]["model"]
+    top_k = FAMILIES[model["name"]].model_args[model["flavor"]].moe_args.top_k
+    for step in ours:
+        routed = step["tokens_seen"] // step["step"] * top_k
+        assert all(sum(tokens) == routed for tokens in step["expert_load"]["tokens_per_expert"])

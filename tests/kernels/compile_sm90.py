@@ -136,10 +136,34 @@ def capture_launches(
         **score,
     )
     all_scores = None if score_before_experts else heap.region("scores")
-    grads = launch_dispatch_gemm_backward(x, w2, up.g_RF, up.u_RF, all_scores, plan, heap, config=config, epoch=2)
-    launch_gemm_combine_backward(
-        grads.grad_g_RF, grads.grad_u_RF, w1, w3, scores, ids, plan, heap, config=config, epoch=2, **score
-    )
+    for fast in (False, True):
+        grads = launch_dispatch_gemm_backward(
+            x,
+            w2,
+            up.g_RF,
+            up.u_RF,
+            all_scores,
+            plan,
+            heap,
+            config=config,
+            epoch=2,
+            scores_at_experts=fast and not score_before_experts,
+        )
+        launch_gemm_combine_backward(
+            grads.grad_g_RF,
+            grads.grad_u_RF,
+            w1,
+            w3,
+            scores,
+            ids,
+            plan,
+            heap,
+            config=config,
+            epoch=2,
+            round_all=not fast,
+            score_parts_RP=grads.score_parts_RP,
+            **score,
+        )
     return captures
 
 
@@ -167,7 +191,9 @@ def main() -> None:
             if index == 0 or shape.ep_degree == 1 or "gemm" in capture.kernel.__name__:
                 for launch, (_, kwargs) in enumerate(capture.launches):
                     row = {"shape": name, "arch": arch, "tiles": tiles}
-                    row |= {"backward": kwargs.get("BACKWARD", False)} | compile_launch(capture, arch, launch)
+                    row |= {"backward": kwargs.get("BACKWARD", False), "fast": launch == 2} | compile_launch(
+                        capture, arch, launch
+                    )
                     print(json.dumps(row), flush=True)
 
 

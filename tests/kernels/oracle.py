@@ -153,3 +153,22 @@ def combine_ref(y_TKD: Tensor, scores_TK: Tensor | None) -> Tensor:
         else:
             part[0] = scores_TK[:, k, None] * y_TKD[:, k].float() + part[0]
     return (part[0] if scores_TK is not None else ((part[0] + part[1]) + part[2]) + part[3]).bfloat16()
+
+
+def moe_gradients_fp64(batch: Batch, grads: list[Tensor], *, score_before_experts: bool) -> BatchGradients:
+    """The gradients without any rounding of bf16: the block in fp64, differentiated by autograd."""
+    weights = [w.double().requires_grad_() for w in (batch.w1_EFD, batch.w2_EDF, batch.w3_EFD)]
+    x = [x_TD.double().requires_grad_() for x_TD in batch.x]
+    scores = [scores_TK.double().requires_grad_() for scores_TK in batch.scores]
+    total = torch.zeros((), dtype=torch.float64)
+    for x_TD, scores_TK, ids_TK, grad_TD in zip(x, scores, batch.expert_ids, grads, strict=True):
+        for expert, (w1, w2, w3) in enumerate(zip(*weights, strict=True)):
+            token, k = (ids_TK == expert).nonzero(as_tuple=True)
+            rows, score = x_TD[token], scores_TK[token, k, None]
+            rows = rows * score if score_before_experts else rows
+            y = (torch.nn.functional.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T
+            y = y if score_before_experts else y * score
+            total = total + (y * grad_TD[token].double()).sum()
+    got = torch.autograd.grad(total, (*x, *scores, *weights))
+    num_ranks = len(x)
+    return BatchGradients(list(got[:num_ranks]), list(got[num_ranks : 2 * num_ranks]), *got[2 * num_ranks :])

@@ -1,6 +1,7 @@
 """recipes.load and recipes.checks: every bad input is one line that names the key, the rule and the value."""
 
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 
 from recipes import backend as backend_module
 from recipes.checks import check_config
+from recipes.config import UniEP
 from recipes.load import ConfigError, load_config
 from tests.recipe.runs import ROOT, TOKENIZER
+from uniep.kernels.config import KernelConfig
+from uniep.shapes import MoEShape
 
 CONFIGS = ROOT / "train_configs"
 
@@ -124,6 +128,16 @@ def test_misspelt_section(section, near, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(f"[{section}]\nkey = 1\n")
     assert f"[{section}] is not a known section; did you mean {near}?" in says(config=path)
+
+
+def test_a_token_budget(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[throughput]\ntoken_budget = 1e12\n")
+    assert load_config([f"--job.config_file={path}"]).throughput.token_budget == 1e12
+    path.write_text('[throughput]\ntoken_budget = "1T"\n')
+    assert "[throughput] token_budget must be a number, got '1T'" in says(config=path)
+    path.write_text("[throughput]\ntokens_budget = 1e12\n")
+    assert "[throughput] tokens_budget is not a known key; did you mean token_budget?" in says(config=path)
 
 
 def test_section_that_is_a_value(tmp_path):
@@ -392,6 +406,36 @@ def test_backend_that_this_machine_runs(backend, monkeypatch):
     check(f"--uniep.backend={backend}")
 
 
+@pytest.mark.parametrize(("backend", "ran"), [("auto", "reference"), ("reference", "reference")])
+def test_fast_numerics_are_refused_where_no_fused_kernel_runs(backend, ran, monkeypatch):
+    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: False)
+    text = says(f"--uniep.backend={backend}", "--uniep.numerics=fast")
+    assert f'[uniep] numerics must be "bitwise" where backend "{ran}" runs, got "fast"' in text
+
+
+@pytest.mark.parametrize("numerics", [None, "bitwise", "fast"])
+def test_numerics_are_fast_by_name_only(numerics, monkeypatch):
+    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: True)
+    overrides = ["--uniep.backend=uniep", "--training.mixed_precision_param=bfloat16"]
+    job = check(*overrides, *([f"--uniep.numerics={numerics}"] if numerics else []))
+    assert job.uniep.numerics == (numerics or "bitwise")
+
+
+@pytest.mark.parametrize(("numerics", "fast"), [("bitwise", False), ("fast", True)])
+def test_numerics_reach_the_layer_and_the_record(numerics, fast, monkeypatch):
+    given = {}
+    heap = types.SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(backend_module, "open_heap", lambda *_: (heap, "none"))
+    monkeypatch.setattr(backend_module, "default_config", lambda _: KernelConfig(num_programs=1))
+    monkeypatch.setattr(backend_module, "fused_moe", lambda **options: given.update(options))
+    monkeypatch.setattr(backend_module.torch.cuda, "current_device", lambda: 0)
+    shape = MoEShape(8, 2, 64, 64)
+    backend = backend_module.open_backend("uniep", shape, max_tokens=4, ep_mesh=None, options=UniEP(numerics=numerics))
+    backend.run()
+    assert given["fast"] is fast
+    assert backend.facts["numerics"] == numerics
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -423,6 +467,16 @@ def test_misspelt_dataset_names_the_nearest():
 @pytest.mark.parametrize(
     ("arguments", "env", "expected"),
     [
+        (
+            ("--throughput.token_budget=0",),
+            {},
+            "[throughput] token_budget must be a finite number greater than 0, got 0.0",
+        ),
+        (
+            ("--throughput.token_budget=inf",),
+            {},
+            "[throughput] token_budget must be a finite number greater than 0, got inf",
+        ),
         (("--uniep.wait_timeout_s=0",), {}, "[uniep] wait_timeout_s must be greater than 0, got 0.0"),
         ((), {}, '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"'),
         (

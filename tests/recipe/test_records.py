@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,12 @@ from torchtitan.components import metrics as stock_metrics
 from torchtitan.distributed import ParallelDims
 
 from recipes import metrics as recipe_metrics
+from recipes import step_timer
+from recipes.expert_load import ExpertLoad
 from recipes.load import load_config
-from recipes.metrics import RecipeMetrics, humanize
+from recipes.metrics import RecipeMetrics
 from recipes.records import RunRecords, StepRecord
+from recipes.wandb_logger import heat_maps
 from tests.recipe.runs import ROOT, TOKENIZER, read_run, read_steps
 
 
@@ -32,6 +36,9 @@ def record(step: int, loss: float = 1.5) -> StepRecord:
         tokens_per_second=200.0,
         tokens_per_day=200.0 * 86400,
         memory_gib=1.0,
+        data_loading_s=0.125,
+        forward_backward_s=0.25,
+        unix_time_s=1.8e9,
     )
 
 
@@ -50,7 +57,7 @@ def steps_and_losses(folder: Path) -> list[tuple[int, float]]:
 def test_a_line_a_step(tmp_path):
     write(tmp_path / "new" / "run", range(1, 4), may_continue=False)
     steps = read_steps(tmp_path / "new" / "run")
-    assert steps == [vars(record(step)) for step in (1, 2, 3)]
+    assert steps == [{k: v for k, v in vars(record(step)).items() if k != "expert_load"} for step in (1, 2, 3)]
 
 
 def test_lines_are_there_before_the_run_ends(tmp_path):
@@ -132,23 +139,6 @@ def test_a_broken_run_json_starts_a_new_run(tmp_path):
     assert read_run(tmp_path)["run_id"] == records.run_id
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (138.2e9, "138.2 B"),
-        (1.5e12, "1.5 T"),
-        (5_440_000, "5.4 M"),
-        (1234, "1.2 K"),
-        (12.4, "12 "),
-        (999_960, "1.0 M"),
-        (999.4, "999 "),
-        (0, "0 "),
-    ],
-)
-def test_humanize(number, text):
-    assert humanize(number) == text
-
-
 class Recorded:
     """A logger that keeps what it is given."""
 
@@ -169,7 +159,7 @@ class Run:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, device_name: str = "CPU x86_64", log_freq: int = 5
     ):
         self.now = 100.0
-        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 1.8e9 + self.now)
         monkeypatch.setattr(recipe_metrics, "time", clock)
         monkeypatch.setattr(stock_metrics, "time", clock)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -265,6 +255,52 @@ def test_the_first_step_of_a_restart_does_not_distort_the_rate(tmp_path, monkeyp
     assert step == 10
     assert metrics["throughput/tokens_per_second"] == 2000.0
     assert metrics["throughput/tokens_per_day_median"] == 2000.0 * 86400
+
+
+def test_the_parts_of_a_step_are_recorded(tmp_path, monkeypatch):
+    """Data loading of every microbatch, and what the trainer entered the timer for; each step starts at zero."""
+    run = Run(tmp_path, monkeypatch)
+    monkeypatch.setattr(step_timer, "time", SimpleNamespace(perf_counter=lambda: run.now))
+    for step, microbatches in ((1, (1000,)), (2, (1000, 1000, 1000))):
+        for _ in microbatches:
+            with run.metrics.forward_backward:
+                run.now += 0.25
+        run.step(step, 1.0, microbatches)
+    first, second = read_steps(tmp_path)
+    assert [first["data_loading_s"], second["data_loading_s"]] == pytest.approx([0.01, 0.03])
+    assert [first["forward_backward_s"], second["forward_backward_s"]] == pytest.approx([0.25, 0.75])
+    assert second["step_time_s"] == pytest.approx(1.75)
+    assert second["unix_time_s"] == 1.8e9 + run.now
+    assert "expert_load" not in second
+
+
+def test_the_console_says_how_far_the_run_is(tmp_path, monkeypatch, caplog):
+    with caplog.at_level("INFO"):
+        run = Run(tmp_path, monkeypatch, log_freq=2)
+        run.metrics.job_config.training.steps = 10
+        run.metrics.job_config.throughput.token_budget = 1e6
+        for step in (1, 2):
+            run.step(step, 2.0)
+    line = caplog.messages[-1]
+    assert re.search(r"step: .*2/10 ", line)
+    # 1000 tokens a second.
+    assert (
+        "0:00:04 elapsed, 0:00:16 left, 4.0 K of 20.0 K tokens, 0.4% of the 1.0 M token budget, which ends on" in line
+    )
+    metrics = run.logged.rows[-1][1]
+    assert metrics["progress/done(%)"] == 20
+    assert metrics["progress/budget_left_days"] == pytest.approx(996 / 86400)
+
+
+def test_wandb_gets_a_heat_map_of_every_layer():
+    load = ExpertLoad([0, 3], [[1, 2, 3, 4]] * 2, [1.6] * 2, [1.0] * 2, [1.0] * 2, 1.0)
+    maps = heat_maps(load)
+    assert list(maps) == ["expert_load/layer_00", "expert_load/layer_03"]
+    assert maps["expert_load/layer_03"].histogram == [1, 2, 3, 4]
+    assert maps["expert_load/layer_03"].bins == [0, 1, 2, 3, 4]
+    # wandb takes 512 bins.
+    (wide,) = heat_maps(ExpertLoad([0], [[1] * 1023], [1.0], [1.0], [1.0], 1.0)).values()
+    assert wide.histogram == [2] * 511 + [1]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_another_seed_gives_other_bits(uninterrupted, tmp_path, capsys):
 def test_run_json_says_what_ran(launched):
     folder, _ = launched
     run = read_run(folder)
-    assert run["backend"] == {"requested": "auto", "ran": "reference"}
+    assert run["backend"] == {"requested": "auto", "ran": "reference", "numerics": "bitwise"}
     assert run["devices"]["world_size"] == 2
     assert run["config"]["training"]["steps"] == 5
     assert run["config"]["uniep"]["backend"] == "auto"
@@ -86,6 +86,19 @@ def test_every_step_is_recorded(launched):
         assert step["tokens_per_second"] * step["step_time_s"] == pytest.approx(2 * 2 * 64)
         assert step["tokens_per_day"] == step["tokens_per_second"] * 86400
     assert steps[-1]["loss"] < steps[0]["loss"]
+
+
+def test_the_expert_load_of_logged_steps_is_recorded(launched):
+    steps = read_steps(launched[0])
+    assert [step["step"] for step in steps if "expert_load" in step] == [1, 2, 4]
+    for step in steps:
+        if load := step.get("expert_load"):
+            assert load["layers"] == [0, 1]
+            assert [sum(tokens) for tokens in load["tokens_per_expert"]] == [2 * 2 * 64 * 2] * 2
+            assert load["distinct_ranks_expected"] == pytest.approx(2 * (1 - 6 / 28), abs=1e-4)
+            assert all(1 <= distinct <= 2 for distinct in load["distinct_ranks"])
+    for step in steps[1:]:
+        assert 0 < step["data_loading_s"] + step["forward_backward_s"] < step["step_time_s"]
 
 
 def test_the_console_says_tokens_per_day(launched):
@@ -109,6 +122,9 @@ def test_wandb_runs_offline_and_holds_tokens_per_day(launched):
         assert row["loss_metrics/global_avg_loss"] == by_step[row["step"]]["loss"]
         assert row["throughput/tokens_seen"] == by_step[row["step"]]["tokens_seen"]
         assert "throughput/mfu(%)" not in row
+        load = by_step[row["step"]]["expert_load"]
+        assert row["expert_load/layer_01.values"] == load["tokens_per_expert"][1]
+        assert row["expert_load/imbalance_max"] == max(load["imbalance"])
     assert history[0]["throughput/tokens_per_day"] == pytest.approx(by_step[1]["tokens_per_day"])
     assert read_run_ids(file)[0] == read_run(folder)["run_id"]
 
@@ -172,7 +188,8 @@ def test_local_text_trains(tmp_path):
 RECOMPUTING = [("selective", "2"), ("selective", "op"), ("full", "2")]
 
 
-def train_in_bf16(folder: Path, config: str, mode: str, option: str) -> list[tuple[int, str, str]]:
+def train_in_bf16(folder: Path, config: str, mode: str, option: str) -> list[tuple[Any, ...]]:
+    """The bits of every step, and the loads of the experts."""
     steps = train(
         folder,
         "--training.steps=3",
@@ -181,18 +198,22 @@ def train_in_bf16(folder: Path, config: str, mode: str, option: str) -> list[tup
         f"--activation_checkpoint.selective_ac_option={option}",
         config=config,
     )
-    return bits(steps)
+    loads = [step["expert_load"] for step in steps if "expert_load" in step]
+    assert len(loads) == 2
+    for load in loads:
+        assert [sum(tokens) for tokens in load["tokens_per_expert"]] == [2 * 2 * 64 * 2] * 2
+    return [*bits(steps), *((load["layers"], load["tokens_per_expert"]) for load in loads)]
 
 
 @pytest.fixture(scope="module", params=["qwen3_cpu", "deepseek_v3_cpu"])
-def config_and_bits(request, tmp_path_factory) -> tuple[str, list[tuple[int, str, str]]]:
+def config_and_bits(request, tmp_path_factory) -> tuple[str, list[tuple[Any, ...]]]:
     """A config, and what it trains without activation checkpointing."""
     folder = tmp_path_factory.mktemp("none") / "run"
     return request.param, train_in_bf16(folder, request.param, "none", "2")
 
 
 @pytest.mark.parametrize(("mode", "option"), RECOMPUTING)
-def test_activation_checkpointing_keeps_the_bits(config_and_bits, mode, option, tmp_path):
+def test_activation_checkpointing_keeps_the_bits_and_the_counts(config_and_bits, mode, option, tmp_path):
     config, expected = config_and_bits
     assert train_in_bf16(tmp_path / "run", config, mode, option) == expected
 
@@ -309,6 +330,8 @@ def test_accumulated_steps_equal_whole_ones(tmp_path):
         "--training.global_batch_size=8",
     )
     assert "gradient accumulation steps 4" in (tmp_path / "accumulated.logs" / "rank0.log").read_text()
+    for step in (whole[1], accumulated[1]):
+        assert [sum(tokens) for tokens in step["expert_load"]["tokens_per_expert"]] == [2 * 4 * 64 * 2] * 2
     for a, b in zip(whole, accumulated, strict=True):
         assert b["tokens_seen"] == a["tokens_seen"] == a["step"] * 8 * 64
         assert b["tokens_per_second"] * b["step_time_s"] == pytest.approx(8 * 64)

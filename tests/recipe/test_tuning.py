@@ -18,6 +18,7 @@ from recipes.choices import (
     fixed_by_hand,
     kernel_config,
     resolve_tune,
+    tuned_space,
 )
 from recipes.config import CombineRoles, DispatchRoles, Tune
 from recipes.tuning import Tuner, agree_through, as_measured
@@ -71,7 +72,7 @@ def open_tuner(
     return Tuner(
         SHAPE,
         BUCKETS,
-        choose_by_model(SHAPE, BUCKETS, hardware),
+        choose_by_model(SHAPE, BUCKETS, hardware, kernel_space(hardware)),
         hardware=hardware,
         base=BASE,
         options=options,
@@ -251,8 +252,8 @@ def test_measured_is_the_fastest_of_the_models_best(h200):
         # The model's third is the fastest here.
         return dict.fromkeys(TUNED, 100.0 if len(tried) == 3 else 200.0 + len(tried))
 
-    chosen = choose_by_measuring(work, h200, 8, times_us)
-    assert tried == candidates_to_measure(work, h200, 8)
+    chosen = choose_by_measuring(work, h200, kernel_space(h200), 8, times_us)
+    assert tried == candidates_to_measure(work, h200, kernel_space(h200), 8)
     for launch, found in chosen.launches.items():
         assert found.predicted_us == 100.0
         third = tried[2].launches[launch]
@@ -265,13 +266,24 @@ def test_watching_compares_with_what_was_measured(h200):
     slow = scaled(h200, "compute", 1.3)
     choices = {
         bucket: predict_choice(Workload.balanced(SHAPE, BUCKETS.most_tokens(bucket)), slow, choice)
-        for bucket, choice in choose_by_model(SHAPE, BUCKETS, h200).items()
+        for bucket, choice in choose_by_model(SHAPE, BUCKETS, h200, kernel_space(h200)).items()
     }
     adapted = as_measured(SHAPE, BUCKETS, choices, h200)
     for bucket, choice in choices.items():
         again = predict_choice(Workload.balanced(SHAPE, BUCKETS.most_tokens(bucket)), adapted, choice)
         assert again.predicted_us == pytest.approx(choice.predicted_us, rel=0.02)
     assert adapted.assumed == h200.assumed
+
+
+def test_fast_numerics_keep_the_backwards_tiles(h200):
+    """Whose columns decide how the gradient of the scores is summed."""
+    everything = replace(h200, assumed=())
+    for fast in (False, True):
+        space = tuned_space(everything, BASE, fast=fast)
+        tiles = {launch: {tuple(TILES)[i] for i in space.launches[launch].tile} for launch in TUNED}
+        assert tiles["up"] == tiles["down"] == set(TILES)
+        assert tiles["down_grad"] == ({"wide4"} if fast else set(TILES))
+        assert tiles["up_grad"] == ({"narrow"} if fast else set(TILES))
 
 
 def test_a_configuration_is_read_as_a_choice(h200):

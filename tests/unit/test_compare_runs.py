@@ -482,6 +482,7 @@ def test_settings_that_may_differ(tmp_path, capsys, key, value):
 @pytest.mark.parametrize(
     ("key", "value", "warning"),
     [
+        ("config.uniep.numerics", "fast", "warning: B differs, uniep.numerics: not set, 'fast'"),
         ("config.compile.enable", True, "warning: B differs, compile.enable: False, True"),
         ("config.checkpoint.initial_load_path", "x", "warning: B differs, checkpoint.initial_load_path: not set, 'x'"),
         ("config.model.hf_assets_path", "x", "warning: B differs, model.hf_assets_path: 'assets', 'x'"),

@@ -48,6 +48,7 @@ def _dispatch_gemm_kernel(
     h_RF,
     grad_g_RF,
     grad_u_RF,
+    score_parts_RP,
     scores_address,
     send_rows_N,
     send_offsets,
@@ -85,6 +86,7 @@ def _dispatch_gemm_kernel(
     SAVE_HALVES: tl.constexpr,
     PARTS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    SCORED: tl.constexpr,
     COPY_PER_EXPERT: tl.constexpr,
     DYNAMIC: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -98,6 +100,9 @@ def _dispatch_gemm_kernel(
     - relay waits for the flags of a tile's rows, that is for comm of the peers, copies them, and marks the tile ready.
     - comp waits for a tile's mark, that is for relay of this rank, and computes one tile of g, u and h,
       BACKWARD of grad_g, grad_u and h.
+
+    The rows of a backward are multiplied by their scores by relay (SCALE_ROWS), or by comp once they are through w2
+    (SCORED), which then also has the gradients of the scores.
 
     The first num_dispatch programs to arrive begin with comm, the next num_relay with relay, the others with comp,
     and each goes on to the later roles when its own has no task left. So the tasks before any wait are held by
@@ -195,6 +200,9 @@ def _dispatch_gemm_kernel(
                     grad_g_RF,
                     grad_u_RF,
                     h_RF,
+                    score_parts_RP,
+                    scores_address,
+                    row_origin_R,
                     counters,
                     expert,
                     first_row,
@@ -207,6 +215,7 @@ def _dispatch_gemm_kernel(
                     BLOCK_K,
                     TMA,
                     PARTS,
+                    SCORED,
                     LANES,
                 )
             else:
@@ -259,12 +268,15 @@ class GradRows:
         grad_y_RD: gradients of the experts' outputs, scaled if scores come after the experts.
         grad_g_RF, grad_u_RF: gradients of g and u.
         h_RF: silu(g) * u once more.
+        score_parts_RP: None, or where scores are applied at the experts, and so not to grad_y_RD but to h_RF, the
+            gradients of the rows' scores in fp32, a part from each of P column tiles.
     """
 
     grad_y_RD: Tensor
     grad_g_RF: Tensor
     grad_u_RF: Tensor
     h_RF: Tensor
+    score_parts_RP: Tensor | None
 
 
 def launch_dispatch_gemm(
@@ -295,7 +307,7 @@ def launch_dispatch_gemm(
     _launch(
         x_TD,
         x_RD,
-        (a, w1, None, w3, g_RF, u_RF, h_RF, None, None),
+        (a, w1, None, w3, g_RF, u_RF, h_RF, None, None, None),
         heap.region("scores") if score_before_experts else None,
         plan,
         heap,
@@ -320,6 +332,7 @@ def launch_dispatch_gemm_backward(
     *,
     config: KernelConfig,
     epoch: int,
+    scores_at_experts: bool = False,
 ) -> GradRows:
     """The backward, with as many rows as the forward left: they are all that come.
 
@@ -331,12 +344,17 @@ def launch_dispatch_gemm_backward(
         plan: the forward's.
         heap, config: as in the forward.
         epoch: a new one.
+        scores_at_experts: apply the scores behind w2 instead of to the rows that come, and take their gradients there.
     """
     dim, hidden_dim = heap.layout.shape.dim, heap.layout.shape.hidden_dim
     tiles = config.down_grad
     num_rows = len(g_RF)
     grad_y_RD = _empty_rows(grad_TD, num_rows, dim)
     grad_g_RF, grad_u_RF, h_RF = (_empty_rows(grad_TD, num_rows, hidden_dim) for _ in range(3))
+    score_parts_RP = None
+    if scores_at_experts:
+        num_parts = triton.cdiv(hidden_dim, tiles.block_n)
+        score_parts_RP = torch.empty(num_rows, num_parts, dtype=torch.float32, device=grad_TD.device)
     a, w2 = grad_y_RD, w2_LDF
     if tiles.use_tma:
         a = TensorDescriptor.from_tensor(grad_y_RD, [heap.layout.tile_rows, tiles.block_k])
@@ -344,7 +362,7 @@ def launch_dispatch_gemm_backward(
     _launch(
         grad_TD,
         grad_y_RD,
-        (a, None, w2, None, g_RF, u_RF, h_RF, grad_g_RF, grad_u_RF),
+        (a, None, w2, None, g_RF, u_RF, h_RF, grad_g_RF, grad_u_RF, score_parts_RP),
         scores_WMK,
         plan,
         heap,
@@ -354,8 +372,9 @@ def launch_dispatch_gemm_backward(
         epoch=epoch,
         backward=True,
         save_halves=False,
+        scores_at_experts=scores_at_experts,
     )
-    return GradRows(grad_y_RD, grad_g_RF, grad_u_RF, h_RF)
+    return GradRows(grad_y_RD, grad_g_RF, grad_u_RF, h_RF, score_parts_RP)
 
 
 def _empty_rows(like: Tensor, num_rows: int, num_cols: int) -> Tensor:
@@ -376,6 +395,7 @@ def _launch(
     epoch: int,
     backward: bool,
     save_halves: bool,
+    scores_at_experts: bool = False,
 ) -> None:
     layout, shape = heap.layout, heap.layout.shape
     copy_rows, copy_cols = copy_shape(shape.dim, config.copy_elements_of_warp * tiles.num_warps)
@@ -421,7 +441,8 @@ def _launch(
         BACKWARD=backward,
         SAVE_HALVES=save_halves,
         PARTS=max(block_n // (_PART_COLS_OF_WARP * tiles.num_warps), 1),
-        SCALE_ROWS=scores_WMK is not None,
+        SCALE_ROWS=scores_WMK is not None and not scores_at_experts,
+        SCORED=scores_at_experts,
         COPY_PER_EXPERT=layout.copy_per_expert,
         DYNAMIC=config.dynamic_roles,
         CHUNK=CHUNK_TOKENS,

@@ -12,11 +12,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.kernels.config import CombineConfig, KernelConfig
 from uniep.kernels.copy_shape import copy_shape
-from uniep.kernels.gemm_tile import column_parts, gemm_tile, gemm_tile_two, sum_of_two
+from uniep.kernels.gemm_tile import column_parts, gemm_tile, gemm_tile_joined, gemm_tile_two, sum_of_two
 from uniep.kernels.memory import region_address, row_ptrs
 from uniep.kernels.numerics import to_bf16
 from uniep.kernels.reduce import reduce_tokens, reduce_tokens_by_expert
 from uniep.kernels.return_rows import return_tile
+from uniep.kernels.return_scores import return_score_grads
 from uniep.kernels.signals import signal_all_ranks, signal_tile, wait_all_ranks
 from uniep.kernels.tasks import (
     ARRIVALS,
@@ -61,6 +62,7 @@ def _gemm_combine_kernel(
     expert_ids_TK,
     out_TD,
     saved_TKD,
+    score_parts_RP,
     row_origin_R,
     expert_offsets,
     tile_offsets,
@@ -79,6 +81,7 @@ def _gemm_combine_kernel(
     num_combine,
     returned_offset_bytes,
     flags_offset_bytes,
+    score_grads_offset_bytes,
     KERNEL: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     D: tl.constexpr,
@@ -94,6 +97,9 @@ def _gemm_combine_kernel(
     TMA: tl.constexpr,
     STAGED: tl.constexpr,
     BACKWARD: tl.constexpr,
+    ROUND_ALL: tl.constexpr,
+    P: tl.constexpr,
+    PS: tl.constexpr,
     PARTS: tl.constexpr,
     REDUCE: tl.constexpr,
     SCORED: tl.constexpr,
@@ -115,6 +121,9 @@ def _gemm_combine_kernel(
       tasks (there is one even without rows) tells every rank, also this one, that its rows are there.
     - reduce waits once for all ranks, that is for comm of every rank, and sums. SCORED: the forward weighs the rows by
       their scores, BACKWARD scales them by those first.
+
+    BACKWARD rounds what the contract rounds (ROUND_ALL), or each row and each sum once. Where the dispatch left the
+    rows' score gradients in P parts, comp stores their sums beside the rows.
 
     All programs but the last num_combine to arrive (and always the first) begin with comp, those with comm, and each
     goes on to the later roles when its own has no task left: one resident program a rank is enough.
@@ -141,11 +150,15 @@ def _gemm_combine_kernel(
             expert = tl.load(tile_expert + tile)
             first_row = tl.load(tile_first_row + tile)
             end_row = tl.load(tile_end_row + tile)
-            if BACKWARD:
+            if ROUND_ALL:
                 first, acc = gemm_tile_two(
                     grad_g, w1, grad_u, w3, first_row, end_row, expert, col, F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
                 )
                 first_parts = column_parts((first,), PARTS)
+            elif BACKWARD:
+                acc = gemm_tile_joined(
+                    grad_g, w1, grad_u, w3, first_row, end_row, expert, col, F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
+                )
             else:
                 acc = gemm_tile(
                     h, w2, first_row, end_row, expert * D + col, (expert + 1) * D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
@@ -161,9 +174,21 @@ def _gemm_combine_kernel(
             parts = column_parts((acc,), PARTS)
             for part in tl.static_range(PARTS):
                 cols = col + part * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
-                tile_part = sum_of_two(first_parts[part], parts[part]) if BACKWARD else parts[part]
+                tile_part = sum_of_two(first_parts[part], parts[part]) if ROUND_ALL else parts[part]
                 inside = (rows < end_row)[:, None] & (cols < D)[None, :]
                 tl.store(row_ptrs(address, cols), to_bf16(tile_part), mask=inside)
+            if P > 0 and col == 0:
+                return_score_grads(
+                    score_parts_RP,
+                    rows,
+                    rows < end_row,
+                    source,
+                    origin % NUM_SLOTS,
+                    peers_W,
+                    score_grads_offset_bytes,
+                    P,
+                    PS,
+                )
             signal_tile(output_ready + task, epoch)
             task = claimed(next_task, LANES)
 
@@ -206,7 +231,7 @@ def _gemm_combine_kernel(
     if REDUCE and fits:
         task = take(counters, THIRD_ROLE)
         while task * TASK_TOKENS < num_tokens:
-            if BACKWARD:
+            if ROUND_ALL:
                 reduce_tokens_by_expert(
                     task,
                     expert_ids_TK,
@@ -257,6 +282,11 @@ def returned_rows(num_tokens: int, heap: SymmetricHeap) -> Tensor:
     return heap.region("returned")[: num_tokens * shape.top_k].view(num_tokens, shape.top_k, shape.dim)
 
 
+def returned_score_grads(num_tokens: int, heap: SymmetricHeap) -> Tensor:
+    """The gradients of the scores [T, K] that came back in the last combine, in fp32; they stay as long as its rows."""
+    return heap.region("score_grads")[:num_tokens]
+
+
 def reduce_by_torch(scores_TK: Tensor, heap: SymmetricHeap) -> Tensor:
     """The combine's sum where only torch.bmm has its own bits, after a launch with reduce_in_kernel=False."""
     rows_TKD = returned_rows(len(scores_TK), heap)
@@ -292,6 +322,7 @@ def launch_gemm_combine(
         scores_TK,
         None,
         saved_TKD,
+        None,
         plan,
         heap,
         config=config,
@@ -299,6 +330,7 @@ def launch_gemm_combine(
         room_rows=len(h_RF),
         epoch=epoch,
         backward=False,
+        round_all=False,
         reduce=reduce_in_kernel,
         scored=not score_before_experts,
     )
@@ -317,8 +349,15 @@ def launch_gemm_combine_backward(
     config: KernelConfig,
     epoch: int,
     score_before_experts: bool,
+    round_all: bool = True,
+    score_parts_RP: Tensor | None = None,
 ) -> Tensor:
-    """The backward. Returns the gradients of the tokens [T, D]."""
+    """The backward. Returns the gradients of the tokens [T, D].
+
+    Args:
+        round_all: the contract's roundings, instead of one a row and one a sum.
+        score_parts_RP: gradients of the rows' scores in parts, whose sums are then `returned_score_grads`.
+    """
     tiles = config.up_grad
     grad_g, grad_u, w1, w3 = grad_g_RF, grad_u_RF, w1_LFD, w3_LFD
     if tiles.use_tma:
@@ -330,6 +369,7 @@ def launch_gemm_combine_backward(
         scores_TK,
         expert_ids_TK,
         None,
+        score_parts_RP,
         plan,
         heap,
         config=config,
@@ -337,6 +377,7 @@ def launch_gemm_combine_backward(
         room_rows=len(grad_g_RF),
         epoch=epoch,
         backward=True,
+        round_all=round_all,
         reduce=True,
         scored=score_before_experts,
     )
@@ -347,6 +388,7 @@ def _launch(
     scores_TK: Tensor,
     expert_ids_TK: Tensor | None,
     saved_TKD: Tensor | None,
+    score_parts_RP: Tensor | None,
     plan: RoutingPlan,
     heap: SymmetricHeap,
     *,
@@ -355,6 +397,7 @@ def _launch(
     room_rows: int,
     epoch: int,
     backward: bool,
+    round_all: bool,
     reduce: bool,
     scored: bool,
 ) -> Tensor:
@@ -364,6 +407,7 @@ def _launch(
     staged = config.staged_combine and shape.ep_degree > 1
     rows_RD = torch.empty(room_rows, dim, dtype=torch.bfloat16, device=scores_TK.device) if staged else out_TD
     copy_rows, copy_cols = copy_shape(dim, config.copy_elements_of_warp * tiles.num_warps)
+    num_parts = 0 if score_parts_RP is None else score_parts_RP.shape[1]
     reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
     _gemm_combine_kernel[(config.num_programs * tiles.occupancy,)](
         *operands,
@@ -372,6 +416,7 @@ def _launch(
         expert_ids_TK,
         out_TD,
         saved_TKD,
+        score_parts_RP,
         plan.row_origin_R,
         plan.expert_offsets,
         plan.tile_offsets,
@@ -390,6 +435,7 @@ def _launch(
         tiles.num_combine,
         heap.offset_bytes("returned"),
         heap.offset_bytes("returned_flags"),
+        heap.offset_bytes("score_grads") if num_parts else None,
         KERNEL=int(Kernel.GEMM_COMBINE_BACKWARD if backward else Kernel.GEMM_COMBINE),
         NUM_SLOTS=layout.max_tokens * shape.top_k,
         D=dim,
@@ -405,7 +451,10 @@ def _launch(
         TMA=tiles.use_tma,
         STAGED=staged,
         BACKWARD=backward,
-        PARTS=max(tiles.block_n // _PART_COLS, 1) if backward else 1,
+        ROUND_ALL=round_all,
+        P=num_parts,
+        PS=triton.next_power_of_2(max(num_parts, 1)),
+        PARTS=max(tiles.block_n // _PART_COLS, 1) if round_all else 1,
         REDUCE=reduce,
         SCORED=scored,
         SAVE_ROWS=saved_TKD is not None,

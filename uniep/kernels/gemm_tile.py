@@ -126,6 +126,25 @@ def gemm_tile_by_weight(
     """a[row:, :] @ weight[expert, :, col:], fp32 [BLOCK_M, BLOCK_N], of weights [L, DEPTH, COLS] where they lie: wgmma
     reads either operand along either dimension."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    return _add_product(acc, a, weight, row, end_row, expert, col, DEPTH, COLS, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
+
+
+@triton.jit
+def _add_product(
+    acc,
+    a,
+    weight,
+    row,
+    end_row,
+    expert,
+    col,
+    DEPTH: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
     for k in range(0, tl.cdiv(DEPTH, BLOCK_K)):
         a_tile = _load_tile(a, row, k * BLOCK_K, end_row, DEPTH, BLOCK_M, BLOCK_K, TMA)
         b_tile = _load_weight(weight, expert, k * BLOCK_K, col, DEPTH, COLS, BLOCK_K, BLOCK_N, TMA)
@@ -155,6 +174,28 @@ def gemm_tile_two(
     first = _pack_bf16(acc)
     acc = gemm_tile_by_weight(a3, weight3, row, end_row, expert, col, DEPTH, COLS, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
     return first, acc
+
+
+@triton.jit
+def gemm_tile_joined(
+    a1,
+    weight1,
+    a3,
+    weight3,
+    row,
+    end_row,
+    expert,
+    col,
+    DEPTH: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """a1 @ weight1 + a3 @ weight3 in one fp32 accumulator, which nothing is rounded between."""
+    acc = gemm_tile_by_weight(a1, weight1, row, end_row, expert, col, DEPTH, COLS, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
+    return _add_product(acc, a3, weight3, row, end_row, expert, col, DEPTH, COLS, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.gemm_tile import column_parts, gemm_tile_by_weight, gemm_tile_pair
-from uniep.kernels.swiglu import swiglu, swiglu_backward
+from uniep.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_scored
 from uniep.kernels.tasks import THIRD_ROLE, claim
 
 
@@ -57,6 +57,9 @@ def hidden_grad_tile(
     grad_g_RF,
     grad_u_RF,
     h_RF,
+    score_parts_RP,
+    scores_address,
+    row_origin_R,
     counters,
     expert,
     first_row,
@@ -69,16 +72,26 @@ def hidden_grad_tile(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     PARTS: tl.constexpr,
+    SCORED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """grad_h = grad_y w2, through SwiGLU to grad_g and grad_u, and h once more for the gradient of w2. Returns the
-    claim of the next task."""
-    rows = first_row + tl.arange(0, TILE_ROWS)
-    part_cols: tl.constexpr = BLOCK_N // PARTS
+    claim of the next task.
+
+    SCORED: the rows of grad_y are not scaled by their scores. The scores come in here, also into h, and each row of
+    the tile leaves its part of the gradient of its score.
+    """
     acc = gemm_tile_by_weight(grad_y, w2, first_row, end_row, expert, col, D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA)
     next_task = claim(counters, THIRD_ROLE, LANES)
+    part_cols: tl.constexpr = BLOCK_N // PARTS
+    rows = first_row + tl.arange(0, TILE_ROWS)
     parts = column_parts((acc,), PARTS)
     gate, up = _load_halves(g_RF, u_RF, rows, end_row, col, F, part_cols)
+    if SCORED:
+        origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
+        scores = scores_address.to(tl.int64).to(tl.pointer_type(tl.float32))
+        score = tl.load(scores + origin, mask=rows < end_row, other=0.0)[:, None]
+        score_part = tl.zeros((TILE_ROWS,), tl.float32)
     for part in tl.static_range(PARTS):
         part_gate, part_up = gate, up
         if part + 1 < PARTS:
@@ -87,10 +100,18 @@ def hidden_grad_tile(
         cols = col + part * part_cols + tl.arange(0, part_cols)
         place = rows[:, None].to(tl.int64) * F + cols[None, :]
         inside = (rows < end_row)[:, None] & (cols < F)[None, :]
-        grad_gate, grad_up, h = swiglu_backward(parts[part], part_gate, part_up)
+        if SCORED:
+            grad_gate, grad_up, h, products = swiglu_backward_scored(parts[part], part_gate, part_up, score)
+            score_part += tl.sum(products, 1)
+        else:
+            grad_gate, grad_up, h = swiglu_backward(parts[part], part_gate, part_up)
         tl.store(grad_g_RF + place, grad_gate, mask=inside)
         tl.store(grad_u_RF + place, grad_up, mask=inside)
         tl.store(h_RF + place, h, mask=inside)
+    if SCORED:
+        num_col_tiles: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
+        part_of_row = score_parts_RP + rows.to(tl.int64) * num_col_tiles + col // BLOCK_N
+        tl.store(part_of_row, score_part, mask=rows < end_row)
     return next_task
 
 

@@ -46,6 +46,26 @@ def swiglu_backward(grad_h, gate, up):
 
 
 @triton.jit
+def swiglu_backward_scored(grad_h, gate, up, score):
+    """The backward of score * h: (bf16 grad_g, bf16 grad_u, bf16 score * h, fp32 grad_h * h).
+
+    grad_h is the fp32 gradient of score * h, gate and up are bf16, score is fp32 and broadcasts. grad_h is rounded to
+    bf16, so that it moves to its place in the epilogue as such, then the first three results; nothing else is. The sum
+    of the last one over the hidden dimension is the gradient of the score.
+    """
+    grad_h = round_to_bf16(grad_h)
+    x = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    # Exact as above, because the approximation spills: nothing then keeps the parts of a tile apart.
+    sigmoid = _reciprocal(1.0 + _exp(-x))
+    silu = x * sigmoid
+    slope = sigmoid + silu * (1.0 - sigmoid)
+    grad_up = grad_h * silu
+    grad_gate = grad_h * up * slope
+    return to_bf16(grad_gate * score), to_bf16(grad_up * score), to_bf16(silu * up * score), grad_up * up
+
+
+@triton.jit
 def _exp(x):
     """As CUDA's expf."""
     return tl.exp(x) if INTERPRETED else libdevice.exp(x)

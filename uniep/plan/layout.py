@@ -15,7 +15,8 @@ every rank, for it waits for all returned flags. Let rank a write to rank b in e
   ended. The same holds for the token flags, which that relay reads.
 - returned rows: a is in combine(i+1) and returns a row, for which its relay waited for b's token of epoch i+1. b sent
   it in dispatch(i+1), which stands on b's stream behind all that reads the rows of epoch i: reduce(i), and what the
-  host launched after it. b writes the rows of its own experts itself, also in combine(i+1).
+  host launched after it. b writes the rows of its own experts itself, also in combine(i+1). The same holds for the
+  gradients of the scores, which return with the rows where numerics are fast.
 - returned flags: a sets them at b also without a row for b, and before a backward, where no exchange holds a back,
   perhaps before b has read those of epoch i. Flags only grow and a wait is for an epoch or a later one, so b misses
   nothing: a's rows of epoch i stand before its flag of i+1.
@@ -94,6 +95,7 @@ class HeapLayout:
             "token_flags": ((num_receive_slots,), torch.int32),
             "expert_ids": ((ranks, slots, top_k), torch.int32),
             "scores": ((ranks, slots, top_k), torch.float32),
+            "score_grads": ((slots, top_k), torch.float32),
             "received": ((num_receive_slots, dim), torch.bfloat16),
             "returned": ((slots * top_k, dim), torch.bfloat16),
         }
