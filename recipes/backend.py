@@ -14,6 +14,7 @@ from recipes.choices import fixed_by_hand, resolve_tune
 from recipes.config import Backend, UniEP
 from recipes.tuning import open_tuner
 from uniep.kernels.config import default_config
+from uniep.kernels.timeline import Timeline
 from uniep.layer import fused_moe
 from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
@@ -36,15 +37,23 @@ class RoutedBackend:
         name: the backend that runs.
         run: (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, *, score_before_experts) -> out_TD.
         facts: what the record of a run says about it.
-        metrics: numbers of the last steps, for the log.
         close: gives back what it holds; all ranks call it together, after the last step.
+        timeline: where `run` records its kernels while it is recording, or None.
+        metrics: numbers of the last steps, for the log.
     """
 
     name: str
     run: Callable[..., Tensor]
     facts: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Callable[[], Mapping[str, float]] = dict
     close: Callable[[], None] = lambda: None
+    timeline: Timeline | None = None
+    metrics: Callable[[], Mapping[str, float]] = dict
+
+    def without_timeline(self) -> "RoutedBackend":
+        """The same for layers that are not recorded."""
+        if self.timeline is None:
+            return self
+        return replace(self, run=functools.partial(self.run, timeline=None), timeline=None)
 
 
 def resolve_backend(requested: Backend) -> Backend:
@@ -103,16 +112,19 @@ def open_backend(
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
     facts |= {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
-    fast = options.numerics == "fast"
+    timeline = Timeline(device) if options.timeline_steps else None
+    more: dict[str, Any] = {"heap": heap, "fast": options.numerics == "fast", "timeline": timeline}
     tune = options.tune
     if tune.mode != "off":
         tune = resolve_tune(tune, torch.cuda.get_device_name(device))
     if tune.mode == "off":
-        run = functools.partial(fused_moe, heap=heap, config=fixed_by_hand(config, tune), fast=fast)
-        return RoutedBackend(name, run, facts, close=heap.close)
-    tuner = open_tuner(heap, group, base=config, options=tune, score_before_experts=score_before_experts, fast=fast)
-    run = functools.partial(tuner.run, heap=heap, fast=fast)
-    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, tuner.metrics, heap.close)
+        run = functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more)
+        return RoutedBackend(name, run, facts, close=heap.close, timeline=timeline)
+    tuner = open_tuner(
+        heap, group, base=config, options=tune, score_before_experts=score_before_experts, fast=more["fast"]
+    )
+    run = functools.partial(tuner.run, **more)
+    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, heap.close, timeline, tuner.metrics)
 
 
 def open_heap(

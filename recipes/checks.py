@@ -41,6 +41,11 @@ def check_config(config: JobConfig, world_size: int) -> None:
             f'[uniep] numerics must be "bitwise" where backend "{backend}" runs, got "{config.uniep.numerics}": only '
             'backend = "uniep" has other numerics'
         )
+    if backend != "uniep" and config.uniep.timeline_steps:
+        raise ConfigError(
+            f'[uniep] timeline_steps must be empty with [uniep] backend = "{backend}", whose kernels record nothing, '
+            f"got {config.uniep.timeline_steps}"
+        )
     if backend != "torchtitan":
         _check_ours(config, backend)
     if backend == "uniep":
@@ -72,6 +77,7 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("uniep.tune", "watch_share", "greater than 0", lambda value: 0 < value < math.inf),
     ("uniep.tune", "watch_samples", "at least 1", lambda value: value >= 1),
     ("throughput", "token_budget", "a finite number greater than 0", lambda value: 0 < value < math.inf),
+    ("uniep", "timeline_steps", "steps from 1 on", lambda value: all(step >= 1 for step in value)),
     ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
 ]
 

@@ -115,6 +115,9 @@ class UniEP:
     wait_timeout_s: float = 60.0
     """Seconds after which a kernel of "uniep" gives up a wait for a peer; the run then ends and names the peer."""
 
+    timeline_steps: list[int] = field(default_factory=list)
+    """Steps in which the kernels of "uniep" record when each of their tasks ran, for `python -m tools.timeline`."""
+
     tune: Tune = field(default_factory=Tune)
 
 

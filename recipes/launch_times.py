@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uniep.kernels.config import KernelConfig
+from uniep.kernels.timeline import Timeline
 from uniep.layer import BACKWARD_STEPS, FORWARD_STEPS, backward_steps, forward_steps, fused_moe
 from uniep.symmetric.heap import SymmetricHeap
 
@@ -89,6 +90,7 @@ def run_layer(
     with_backward: bool,
     score_before_experts: bool = False,
     fast: bool = False,
+    timeline: Timeline | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """One forward (and backward): its results, and pairs of CUDA events around each step."""
     events: dict[str, Any] = {}
@@ -112,6 +114,7 @@ def run_layer(
         "heap": heap,
         "config": config,
         "fast": fast,
+        "timeline": timeline,
     }
     routing = (inputs.scores_TK, inputs.expert_ids_TK)
     forward = forward_steps(inputs.x_TD, *routing, *weights, save=with_backward, **more)
@@ -133,20 +136,31 @@ def measure_layer(
     with_backward: bool = True,
     score_before_experts: bool = False,
     fast: bool = False,
+    timeline: Timeline | None = None,
 ) -> tuple[dict[str, float], list[Tensor]]:
     """GPU microseconds of each step: the median of some calls, the slowest rank's; and the last call's results.
 
-    All ranks of the group call it together, after a call that warmed up; group is None for one rank.
+    All ranks of the group call it together, after a call that warmed up; group is None for one rank. A timeline
+    records each call anew, and still records when the last one is done.
     """
     times: dict[str, list[float]] = {}
     results: list[Tensor] = []
     for _ in range(num_calls):
         torch.cuda.synchronize()
+        if timeline is not None:
+            timeline.start()
+            torch.cuda.synchronize()
         if group is not None:
             dist.barrier(group)
         torch.cuda._sleep(_PAUSE_CYCLES)
         results, events = run_layer(
-            inputs, heap, config, with_backward=with_backward, score_before_experts=score_before_experts, fast=fast
+            inputs,
+            heap,
+            config,
+            with_backward=with_backward,
+            score_before_experts=score_before_experts,
+            fast=fast,
+            timeline=timeline,
         )
         torch.cuda.synchronize()
         for name, (start, end) in events.items():

@@ -112,14 +112,14 @@ def _nearest(config_class: type, section: tuple[str, ...], key: str) -> str:
 
 def _check_arguments(config_class: type, args: list[str]) -> None:
     valid = {".".join(key): kind for key, kind in known_keys(config_class)}
-    is_value = False  # of the key before it
+    is_value = is_list = False  # of the key before it
     for index, arg in enumerate(args):
         if arg == "--help":
             continue
         if arg == "--" or not arg.startswith("--"):
             if not is_value:
                 raise ConfigError(f"arguments must be --section.key VALUE or --section.key=VALUE, got {arg!r}")
-            is_value = False
+            is_value = is_list
             continue
         name, equals, value = arg[2:].partition("=")
         name = name.replace("-", "_")
@@ -136,6 +136,8 @@ def _check_arguments(config_class: type, args: list[str]) -> None:
         if not equals and kind is not bool and index + 1 < len(args) and not args[index + 1].startswith("--"):
             value = args[index + 1]
         is_value = not equals and kind is not bool
+        # A list of text is one argument with commas to TorchTitan, any other list is several arguments.
+        is_list = is_value and get_origin(kind) is list and get_args(kind) != (str,)
         if kind is not bool and not _parses(value, kind):
             raise ConfigError(f"--{name} must be {_describe(kind)}, got {value!r}")
 
@@ -152,6 +154,8 @@ def _parses(text: str, expected: Any) -> bool:
         return text in get_args(expected)
     if get_origin(expected) in (Union, UnionType):
         return any(text == "None" if option is NoneType else _parses(text, option) for option in get_args(expected))
+    if get_origin(expected) is list and get_args(expected) != (str,):
+        return _parses(text, get_args(expected)[0])
     return True
 
 

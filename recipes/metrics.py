@@ -134,6 +134,11 @@ class RecipeMetrics(MetricsProcessor):
         self.time_last_log = now
         self.device_memory_monitor.reset_peak_stats()
 
+    def add_timeline_files(self, names: list[str]) -> None:
+        """Lists what a recorded step wrote in the run's records."""
+        if self._records is not None and names:
+            self._records.add_timeline_files(names)
+
     def close(self) -> None:
         super().close()
         if self._wandb is not None:

@@ -58,6 +58,7 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
         for block in _blocks(model):
             if block.moe_enabled:
                 block.moe = UniEPMoE(block.moe, routed, ep_mesh=ep_mesh)
+                routed = routed.without_timeline()
         return _parallelize(model, parallel_dims, job_config, ac_save_ops)
 
     return parallelize

@@ -77,11 +77,17 @@ class RunRecords:
         continued = self._earlier if may_continue and self._earlier else {}
         self.run_id: str = continued.get("run_id") or uuid.uuid4().hex[:12]
         self._run = {"run_id": self.run_id, "restarts": continued.get("restarts", -1) + 1} | run
+        self._run["timeline"] = continued.get("timeline", [])
         self._metrics: TextIO | None = None
 
     def note(self, **facts: Any) -> None:
         """Adds facts that are known only once the model stands, before the first step is written."""
         self._run |= facts
+
+    def add_timeline_files(self, names: list[str]) -> None:
+        """Lists files of the kernel timeline, names within the folder. Some may replace those of before a restart."""
+        self._run["timeline"] = [name for name in self._run["timeline"] if name not in names] + names
+        _replace(self._folder / RUN_FILE, _to_json(self._run))
 
     def write_step(self, record: StepRecord) -> None:
         if self._metrics is None:

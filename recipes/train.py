@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +13,30 @@ from recipes.checks import ConfigError, check_config
 from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
 from recipes.parallelize import routed_backend
+from recipes.timeline import StepTimeline
 
 
 class RecipeTrainer(train.Trainer):
-    """TorchTitan's Trainer, which also measures for our metrics and gives back what the MoE backend holds."""
+    """TorchTitan's Trainer, which also measures for our metrics, records the steps of the kernel timeline, and gives
+    back what the MoE backend holds."""
 
     metrics_processor: RecipeMetrics
 
     def __init__(self, job_config: JobConfig):
         super().__init__(job_config)
         self.metrics_processor.count_experts(self.model_parts, self.model_args)
+        backend = routed_backend(self.model_parts[0])
+        timeline = backend.timeline if backend else None
+        self._timeline = StepTimeline(timeline, job_config.uniep.timeline_steps, job_config.job.dump_folder)
 
     def forward_backward_step(self, **inputs: Any) -> Tensor:
         with self.metrics_processor.forward_backward:
             return super().forward_backward_step(**inputs)
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        self._timeline.begin(self.step)
+        super().train_step(data_iterator)
+        self.metrics_processor.add_timeline_files(self._timeline.end(self.step))
 
     def close(self) -> None:
         super().close()

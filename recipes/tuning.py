@@ -40,6 +40,7 @@ from uniep.autotune.search import Choice, LaunchChoice, Space, kernel_space, pre
 from uniep.autotune.watch import Watch
 from uniep.autotune.workload import Workload
 from uniep.kernels.config import KernelConfig
+from uniep.kernels.timeline import Timeline
 from uniep.layer import FORWARD_STEPS, fused_moe
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -177,7 +178,13 @@ class Tuner:
         return dict(self._metrics)
 
     def run(
-        self, x_TD: Tensor, *tensors: Tensor, heap: SymmetricHeap, score_before_experts: bool, fast: bool = False
+        self,
+        x_TD: Tensor,
+        *tensors: Tensor,
+        heap: SymmetricHeap,
+        score_before_experts: bool,
+        fast: bool = False,
+        timeline: Timeline | None = None,
     ) -> Tensor:
         """`uniep.layer.fused_moe` with the bucket's configuration."""
         num_tokens = len(x_TD)
@@ -190,6 +197,7 @@ class Tuner:
             heap=heap,
             config=config,
             fast=fast,
+            timeline=timeline,
             on_step=on_step,
         )
 

@@ -22,6 +22,7 @@ from uniep.kernels.gemm_combine import (
     returned_score_grads,
 )
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
+from uniep.kernels.timeline import Timeline
 from uniep.kernels.wgrad import default_wgrad_config, launch_wgrad
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
@@ -78,9 +79,11 @@ def forward_steps(
     config: KernelConfig,
     save: bool = False,
     fast: bool = False,
+    timeline: Timeline | None = None,
 ) -> Generator[None, None, tuple[Tensor, Saved | None]]:
     """One forward without autograd, one launch a step: exchange, plan, dispatch + up GEMM, down GEMM + combine, the
-    rest. Returns the output, which fast does not change, and what `backward_steps` needs if save.
+    rest. Returns the output, which fast does not change, and what `backward_steps` needs if save. A timeline that is
+    recording gets every task.
 
     It stops between launches, so that one host thread can drive the virtual ranks of a GPU side by side: a kernel waits
     for those of the other ranks, which must then be launched before the host waits for anything. Also torch's own
@@ -96,7 +99,7 @@ def forward_steps(
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
     in_kernel = reduces_in_kernel(num_tokens, dim, score_before_experts=score_before_experts)
     epoch = heap.next_epoch()
-    launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch)
+    launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch, timeline=timeline)
     yield
     plan, sizes = launch_build_plan(heap, by_priority=config.by_priority)
     # Before the combine: after it, peers may already write those of the next forward.
@@ -119,6 +122,7 @@ def forward_steps(
             epoch=epoch,
             score_before_experts=score_before_experts,
             save_halves=save,
+            timeline=timeline,
         )
         yield
         out_TD = launch_gemm_combine(
@@ -132,6 +136,7 @@ def forward_steps(
             score_before_experts=score_before_experts,
             reduce_in_kernel=in_kernel,
             saved_TKD=saved_TKD,
+            timeline=timeline,
         )
         yield
         # The device knew R before the dispatch began, so this waits for no kernel of this forward that takes long.
@@ -165,6 +170,7 @@ def backward_steps(
     heap: SymmetricHeap,
     config: KernelConfig,
     fast: bool = False,
+    timeline: Timeline | None = None,
 ) -> Generator[None, None, Gradients]:
     """One backward, one launch that waits for peers a step: dispatch + GEMM through w2, gradients of the weights, GEMM
     through w1 and w3 + combine, the rest. It never waits for the device: a kernel that gave up a wait is reported by
@@ -174,7 +180,8 @@ def backward_steps(
         grad_TD: gradients of the output.
         saved: what the forward left.
         x_TD: the forward's tokens if score_before_experts, else None.
-        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config, fast: the forward's.
+        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config, fast, timeline: the
+            forward's.
     """
     scores_at_experts = fast and not score_before_experts
     grad_TD, scores_TK = grad_TD.contiguous(), scores_TK.contiguous()
@@ -192,6 +199,7 @@ def backward_steps(
         config=config,
         epoch=epoch,
         scores_at_experts=scores_at_experts,
+        timeline=timeline,
     )
     dispatched = torch.cuda.current_stream().record_event() if grad_TD.is_cuda else None
     yield
@@ -206,6 +214,7 @@ def backward_steps(
         saved.plan,
         shape=heap.layout.shape,
         config=wgrad_config,
+        timeline=timeline,
     )
     if saved.y_TKD is not None:
         grad_scores_TK = _grad_scores(grad_TD, saved.y_TKD, scores_TK, beside=dispatched)
@@ -224,6 +233,7 @@ def backward_steps(
         score_before_experts=score_before_experts,
         round_all=not fast,
         score_parts_RP=rows.score_parts_RP,
+        timeline=timeline,
     )
     yield
     if scores_at_experts:
@@ -258,9 +268,9 @@ def _grad_scores_before(grad_rows_TKD: Tensor, x_TD: Tensor, scores_TK: Tensor) 
     return (grad_rows_TKD.view(-1, dim).float() * x_ND.float()).sum(1, keepdim=True).view_as(scores_TK)
 
 
-def fused_forward(*tensors: Tensor, score_before_experts: bool, heap: SymmetricHeap, config: KernelConfig) -> Tensor:
+def fused_forward(*tensors: Tensor, **options: Any) -> Tensor:
     """`forward_steps` in one go. All ranks call it together, with any number of tokens up to the heap's max_tokens."""
-    out_TD, _ = _finish(forward_steps(*tensors, score_before_experts=score_before_experts, heap=heap, config=config))
+    out_TD, _ = _finish(forward_steps(*tensors, **options))
     return out_TD
 
 
@@ -293,6 +303,7 @@ class _FusedMoE(torch.autograd.Function):
         heap: SymmetricHeap,
         config: KernelConfig,
         fast: bool,
+        timeline: Timeline | None,
         on_step: Callable[[int], None] | None,
     ) -> Tensor:
         inputs = (scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
@@ -301,6 +312,7 @@ class _FusedMoE(torch.autograd.Function):
             "heap": heap,
             "config": config,
             "fast": fast,
+            "timeline": timeline,
         }
         out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, **more), on_step)
         assert saved is not None
@@ -320,7 +332,7 @@ class _FusedMoE(torch.autograd.Function):
         got = _finish(backward_steps(grads[0], saved, *inputs, **ctx.options))
         weights = zip((got.w1_LFD, got.w2_LDF, got.w3_LFD), inputs[3:], strict=True)
         grad_weights = (grad.to(weight.dtype) for grad, weight in weights)
-        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None, None
+        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None, None, None
 
 
 def fused_moe(
@@ -335,6 +347,7 @@ def fused_moe(
     heap: SymmetricHeap,
     config: KernelConfig,
     fast: bool = False,
+    timeline: Timeline | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
     """The routed experts of one MoE layer, bit for bit `uniep.reference.reference_moe`, forward and backward.
@@ -351,13 +364,16 @@ def fused_moe(
         config: how the kernels share the GPU.
         fast: let the backward round less often and take the gradients of the scores at the experts: other bits than
             the reference's, the same on every run.
+        timeline: records every task of this layer while it is recording, and changes no bit.
         on_step: for timing, called with a number of FORWARD_STEPS before each step of a forward that autograd records.
             Where rows had no room, there are more steps.
     """
     tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, on_step)
-    return fused_forward(*tensors, score_before_experts=score_before_experts, heap=heap, config=config)
+        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, timeline, on_step)
+    return fused_forward(
+        *tensors, score_before_experts=score_before_experts, heap=heap, config=config, timeline=timeline
+    )
 
 
 def _for_kernels(weight: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ from uniep.kernels.config import LAUNCHES, KernelConfig
 from uniep.kernels.dispatch_gemm import launch_dispatch_gemm, launch_dispatch_gemm_backward
 from uniep.kernels.exchange_routing import launch_exchange_routing
 from uniep.kernels.gemm_combine import launch_gemm_combine, launch_gemm_combine_backward
+from uniep.kernels.timeline import Timeline
+from uniep.kernels.wgrad import WgradConfig, launch_wgrad
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -87,19 +89,22 @@ def _resources(binary: Any) -> dict[str, Any]:
         "wgmma": "wgmma.mma_async" in ptx,
         "tma": "cp.async.bulk.tensor" in ptx,
         "narrow_row_copies": len(re.findall(r"(?:ld|st)\.global\.b16", ptx)),
+        # Every record reads it, and nothing else does.
+        "reads_multiprocessor": "%smid" in ptx,
     }
 
 
 def capture_launches(
-    shape: MoEShape, num_tokens: int, config: KernelConfig, *, score_before_experts: bool
+    shape: MoEShape, num_tokens: int, config: KernelConfig, *, score_before_experts: bool, recorded: bool = False
 ) -> list[Capture]:
-    """Calls every launcher with tensors that have no memory."""
+    """Calls every launcher with tensors that have no memory. recorded: with a timeline."""
     captures = []
     for module, kernels in (
         ("exchange_routing", ["_exchange_routing_kernel"]),
         ("build_plan", ["_count_kernel", "_scan_kernel", "_scatter_kernel"]),
         ("dispatch_gemm", ["_dispatch_gemm_kernel"]),
         ("gemm_combine", ["_gemm_combine_kernel"]),
+        ("wgrad", ["_wgrad_kernel"]),
     ):
         imported = importlib.import_module(f"uniep.kernels.{module}")
         for name in kernels:
@@ -117,9 +122,12 @@ def capture_launches(
     w2 = torch.empty(num_local, dim, hidden_dim, dtype=torch.bfloat16, device=meta)
     ids = torch.empty(num_tokens, shape.top_k, dtype=torch.int64, device=meta)
     scores = torch.empty(num_tokens, shape.top_k, device=meta)
-    launch_exchange_routing(ids, scores, heap, epoch=1)
+    timeline = Timeline(meta)
+    if recorded:
+        timeline.start()
+    launch_exchange_routing(ids, scores, heap, epoch=1, timeline=timeline)
     plan, _ = build_plan.launch_build_plan(heap)
-    score = {"score_before_experts": score_before_experts}
+    score: dict[str, Any] = {"score_before_experts": score_before_experts, "timeline": timeline}
     rows = num_tokens * shape.top_k
     up = launch_dispatch_gemm(x, w1, w3, plan, heap, config=config, room_rows=rows, epoch=1, save_halves=True, **score)
     saved = torch.empty(num_tokens, shape.top_k, dim, dtype=torch.bfloat16, device=meta)
@@ -147,6 +155,7 @@ def capture_launches(
             heap,
             config=config,
             epoch=2,
+            timeline=timeline,
             scores_at_experts=fast and not score_before_experts,
         )
         launch_gemm_combine_backward(
@@ -164,6 +173,17 @@ def capture_launches(
             score_parts_RP=grads.score_parts_RP,
             **score,
         )
+    launch_wgrad(
+        grads.grad_g_RF,
+        grads.grad_u_RF,
+        grads.grad_y_RD,
+        up.x_RD,
+        grads.h_RF,
+        plan,
+        shape=shape,
+        config=WgradConfig(config.num_programs, use_tma=config.up.use_tma),
+        timeline=timeline,
+    )
     return captures
 
 
@@ -182,19 +202,25 @@ SHAPES = [
 ]
 
 
+def _print_rows(entry: tuple[Any, ...], *, with_small: bool, recorded: bool = False) -> None:
+    name, shape, num_tokens, tiles, arch, score_before_experts = entry
+    config = KernelConfig(num_programs=132)
+    config = replace(config, **{name: replace(getattr(config, name), **tiles) for name in LAUNCHES})
+    options = {"score_before_experts": score_before_experts, "recorded": recorded}
+    for capture in capture_launches(shape, num_tokens, config, **options):
+        if with_small or "gemm" in capture.kernel.__name__:
+            for launch, (_, kwargs) in enumerate(capture.launches):
+                row = {"shape": name, "arch": arch, "tiles": tiles, "recorded": recorded}
+                row |= {"backward": kwargs.get("BACKWARD", False), "fast": launch == 2}
+                row |= compile_launch(capture, arch, launch)
+                print(json.dumps(row), flush=True)
+
+
 def main() -> None:
-    for index, (name, shape, num_tokens, tiles, arch, score_before_experts) in enumerate(SHAPES):
-        config = KernelConfig(num_programs=132)
-        config = replace(config, **{name: replace(getattr(config, name), **tiles) for name in LAUNCHES})
-        for capture in capture_launches(shape, num_tokens, config, score_before_experts=score_before_experts):
-            # The small kernels hardly depend on the shape.
-            if index == 0 or shape.ep_degree == 1 or "gemm" in capture.kernel.__name__:
-                for launch, (_, kwargs) in enumerate(capture.launches):
-                    row = {"shape": name, "arch": arch, "tiles": tiles}
-                    row |= {"backward": kwargs.get("BACKWARD", False), "fast": launch == 2} | compile_launch(
-                        capture, arch, launch
-                    )
-                    print(json.dumps(row), flush=True)
+    for index, entry in enumerate(SHAPES):
+        # The small kernels hardly depend on the shape.
+        _print_rows(entry, with_small=index == 0 or entry[1].ep_degree == 1)
+    _print_rows(SHAPES[3], with_small=True, recorded=True)
 
 
 if __name__ == "__main__":

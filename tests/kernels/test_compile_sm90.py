@@ -24,10 +24,14 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     assert {row["kernel"] for row in rows} >= {"_scatter_kernel", "_dispatch_gemm_kernel", "_gemm_combine_kernel"}
     # Each with both numerics.
-    assert sum(row["backward"] for row in rows) == 4 * len({row["shape"] for row in rows})
+    assert sum(row["backward"] for row in rows) == 4 * len({(row["shape"], row["recorded"]) for row in rows})
     for row in rows:
         assert row["shared_bytes"] <= MAX_SHARED_BYTES, row
         assert row["spill_bytes"] == 0, row
         # A copy that lost its alignment moves 2 bytes at a time.
         assert row["narrow_row_copies"] == 0, row
-        assert row["wgmma"] == row["tma"] == ("gemm" in row["kernel"] and row["arch"] >= 90), row
+        multiplies = "gemm" in row["kernel"] or "wgrad" in row["kernel"]
+        assert row["wgmma"] == row["tma"] == (multiplies and row["arch"] >= 90), row
+        # Off, the timeline is compiled out.
+        records = row["recorded"] and (multiplies or "exchange" in row["kernel"])
+        assert row["reads_multiprocessor"] == records, row

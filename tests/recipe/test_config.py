@@ -224,6 +224,14 @@ def test_wrong_value_on_the_command_line(argument, expected):
         (("--lr_scheduler.decay_ratio=7",), "[lr_scheduler] decay_ratio must be 0 to 1, got 7.0"),
         (("--checkpoint.interval=0",), "[checkpoint] interval must be at least 1, got 0"),
         (("--debug.seed=-1",), "[debug] seed must be 0 to 2^63 - 1, got -1"),
+        (("--uniep.timeline_steps", "3", "0"), "[uniep] timeline_steps must be steps from 1 on, got [3, 0]"),
+        (("--uniep.timeline_steps", "x"), "--uniep.timeline_steps must be a list, each a whole number, got 'x'"),
+        (("--training.steps", "5", "6"), "arguments must be --section.key VALUE or --section.key=VALUE, got '6'"),
+        (
+            ("--uniep.backend=reference", "--uniep.timeline_steps", "10", "20"),
+            '[uniep] timeline_steps must be empty with [uniep] backend = "reference", whose kernels record nothing, '
+            "got [10, 20]",
+        ),
         (("--training.dataset_path=/nope",), 'dataset_path is read with dataset = "local", got dataset = "stdlib"'),
     ],
 )
@@ -236,6 +244,15 @@ def test_wrong_command_line(arguments, expected):
 )
 def test_right_value_on_the_command_line(argument):
     check(argument)
+
+
+def test_timeline_steps_of_the_fused_kernels(edited, monkeypatch):
+    path = edited('backend = "auto"', 'backend = "uniep"\ntimeline_steps = [10, 20]')
+    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: True)
+    assert check("--training.mixed_precision_param=bfloat16", config=path).uniep.timeline_steps == [10, 20]
+    assert "timeline_steps must be a list, each a whole number" in says(
+        config=edited('backend = "auto"', "timeline_steps = 3")
+    )
 
 
 def test_missing_file():

@@ -19,6 +19,17 @@ from uniep.kernels.relay import relay_tile
 from uniep.kernels.send_tokens import num_send_tasks, send_tokens
 from uniep.kernels.signals import fence_async_proxy, wait_flag
 from uniep.kernels.tasks import ARRIVALS, FIRST_ROLE, SECOND_ROLE, THIRD_ROLE, claimed, leave, take
+from uniep.kernels.timeline import (
+    ROLE_COMP,
+    ROLE_RELAY,
+    ROLE_SEND,
+    Role,
+    Timeline,
+    launch_records,
+    task_begins,
+    task_ends,
+    time_ns,
+)
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
@@ -62,6 +73,7 @@ def _dispatch_gemm_kernel(
     input_ready,
     counters,
     watch,
+    records,
     rank,
     epoch,
     timeout_us,
@@ -122,6 +134,7 @@ def _dispatch_gemm_kernel(
         num_tasks = num_send_tasks(send_offsets, W, RANKS, CHUNK)
         task = take(counters, FIRST_ROLE)
         while task < num_tasks:
+            begun = task_begins(records, LANES)
             send_tokens(
                 task,
                 tokens_TD,
@@ -143,13 +156,15 @@ def _dispatch_gemm_kernel(
                 COPY_COLS,
                 LANES,
             )
+            task_ends(records, begun, ROLE_SEND, task, LANES)
             task = take(counters, FIRST_ROLE)
 
     relays = role < num_dispatch + num_relay if DYNAMIC else (role >= num_dispatch) & (role < num_dispatch + num_relay)
     if relays:
         task = take(counters, SECOND_ROLE)
         while task < num_tiles:
-            relay_tile(
+            begun = task_begins(records, LANES)
+            work_ns = relay_tile(
                 task,
                 tokens_TD,
                 rows_RD,
@@ -160,6 +175,7 @@ def _dispatch_gemm_kernel(
                 peers_W,
                 input_ready,
                 watch,
+                records,
                 rank,
                 epoch,
                 timeout_us,
@@ -177,12 +193,14 @@ def _dispatch_gemm_kernel(
                 COPY_COLS,
                 _COPY_STAGES,
             )
+            task_ends(records, begun, ROLE_RELAY, task, LANES, work_ns=work_ns)
             task = take(counters, SECOND_ROLE)
 
     if DYNAMIC or role >= num_dispatch + num_relay:
         num_col_tiles: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
         task = take(counters, THIRD_ROLE)
         while task < num_tiles * num_col_tiles:
+            begun = task_begins(records, LANES)
             tile = task // num_col_tiles
             col = (task % num_col_tiles) * BLOCK_N
             expert = tl.load(tile_expert + tile)
@@ -191,6 +209,7 @@ def _dispatch_gemm_kernel(
             wait_flag(input_ready + tile, epoch, watch, timeout_us, KERNEL, task, _INPUT_TILE, tile, SYSTEM=False)
             if TMA:
                 fence_async_proxy()
+            work_ns = time_ns(records)
             if BACKWARD:
                 next_task = hidden_grad_tile(
                     a,
@@ -240,6 +259,7 @@ def _dispatch_gemm_kernel(
                     SAVE_HALVES,
                     LANES,
                 )
+            task_ends(records, begun, ROLE_COMP, task, LANES, work_ns=work_ns)
             task = claimed(next_task, LANES)
     leave(counters)
 
@@ -291,6 +311,7 @@ def launch_dispatch_gemm(
     epoch: int,
     score_before_experts: bool,
     save_halves: bool,
+    timeline: Timeline | None = None,
 ) -> UpRows:
     """The forward, with outputs of room_rows rows. If R is more, its tokens are sent and nothing else is done."""
     dim, hidden_dim = heap.layout.shape.dim, heap.layout.shape.hidden_dim
@@ -317,6 +338,7 @@ def launch_dispatch_gemm(
         epoch=epoch,
         backward=False,
         save_halves=save_halves,
+        timeline=timeline,
     )
     return UpRows(x_RD, g_RF, u_RF, h_RF)
 
@@ -333,6 +355,7 @@ def launch_dispatch_gemm_backward(
     config: KernelConfig,
     epoch: int,
     scores_at_experts: bool = False,
+    timeline: Timeline | None = None,
 ) -> GradRows:
     """The backward, with as many rows as the forward left: they are all that come.
 
@@ -345,6 +368,7 @@ def launch_dispatch_gemm_backward(
         heap, config: as in the forward.
         epoch: a new one.
         scores_at_experts: apply the scores behind w2 instead of to the rows that come, and take their gradients there.
+        timeline: records the launch, if it is recording.
     """
     dim, hidden_dim = heap.layout.shape.dim, heap.layout.shape.hidden_dim
     tiles = config.down_grad
@@ -373,6 +397,7 @@ def launch_dispatch_gemm_backward(
         backward=True,
         save_halves=False,
         scores_at_experts=scores_at_experts,
+        timeline=timeline,
     )
     return GradRows(grad_y_RD, grad_g_RF, grad_u_RF, h_RF, score_parts_RP)
 
@@ -395,13 +420,22 @@ def _launch(
     epoch: int,
     backward: bool,
     save_halves: bool,
+    timeline: Timeline | None,
     scores_at_experts: bool = False,
 ) -> None:
     layout, shape = heap.layout, heap.layout.shape
     copy_rows, copy_cols = copy_shape(shape.dim, config.copy_elements_of_warp * tiles.num_warps)
     # An address, not a tensor: the interpreter writes a tensor's whole memory back, and the heap belongs to peers too.
     scores_address = (heap.region("scores") if scores_WMK is None else scores_WMK).data_ptr()
-    _dispatch_gemm_kernel[(config.num_programs * tiles.occupancy,)](
+    num_programs = config.num_programs * tiles.occupancy
+    records = launch_records(
+        timeline,
+        "down_grad" if backward else "up",
+        num_programs=num_programs,
+        tasks_per_tile=triton.cdiv(shape.hidden_dim, block_n),
+        link_role=Role.SEND if shape.ep_degree > 1 else None,
+    )
+    _dispatch_gemm_kernel[(num_programs,)](
         tokens_TD,
         rows_RD,
         *operands,
@@ -418,6 +452,7 @@ def _launch(
         heap.scoreboard.input_ready,
         heap.scoreboard.counters,
         heap.scoreboard.watch,
+        records,
         heap.rank,
         epoch,
         heap.timeout_us,

@@ -8,6 +8,7 @@ from torch import Tensor
 from uniep.kernels.memory import region_address
 from uniep.kernels.signals import fence_system, signal_all_ranks, wait_all_ranks
 from uniep.kernels.tasks import FINISHED, is_last
+from uniep.kernels.timeline import ROLE_MEET, ROLE_SEND, Role, Timeline, launch_records, task_begins, task_ends, time_ns
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
 
@@ -15,6 +16,7 @@ _KERNEL = tl.constexpr(int(Kernel.EXCHANGE_ROUTING))
 _ROUTING = tl.constexpr(int(What.ROUTING))
 _NUM_PROGRAMS = 16
 _BLOCK = 1024
+_NUM_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["rank", "num_routed", "epoch", "timeout_us"])
@@ -24,6 +26,7 @@ def _exchange_routing_kernel(
     peers_W,
     counters,
     watch,
+    records,
     rank,
     num_routed,
     epoch,
@@ -35,6 +38,7 @@ def _exchange_routing_kernel(
     W: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Every program writes its share of this rank's ids and scores to all ranks (also to itself), slots without a
     token as
@@ -44,6 +48,7 @@ def _exchange_routing_kernel(
     Two ranks: rank 0's last program stores epoch into routing_flags[0] of rank 0 and of rank 1, and leaves once
     routing_flags[0] and [1] of its own heap hold the epoch.
     """
+    begun = task_begins(records, LANES)
     block = tl.program_id(0)
     while block * BLOCK < NUM_SLOTS:
         slot = block * BLOCK + tl.arange(0, BLOCK)
@@ -59,13 +64,18 @@ def _exchange_routing_kernel(
             tl.store(target_scores + place, scores, mask=slot < NUM_SLOTS)
         block += tl.num_programs(0)
     fence_system()
+    task_ends(records, begun, ROLE_SEND, tl.program_id(0), LANES)
     if is_last(counters, FINISHED, tl.num_programs(0)):
+        begun = task_begins(records, LANES)
         signal_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, W, RANKS)
         wait_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, timeout_us, _KERNEL, _ROUTING, W, RANKS)
+        task_ends(records, begun, ROLE_MEET, tl.program_id(0), LANES, work_ns=time_ns(records))
         tl.store(counters + FINISHED, 0)
 
 
-def launch_exchange_routing(expert_ids_TK: Tensor, scores_TK: Tensor, heap: SymmetricHeap, *, epoch: int) -> None:
+def launch_exchange_routing(
+    expert_ids_TK: Tensor, scores_TK: Tensor, heap: SymmetricHeap, *, epoch: int, timeline: Timeline | None = None
+) -> None:
     """Fills the regions expert_ids and scores of every rank's heap with the routing of all ranks."""
     layout = heap.layout
     num_tokens, top_k = expert_ids_TK.shape
@@ -80,12 +90,15 @@ def launch_exchange_routing(expert_ids_TK: Tensor, scores_TK: Tensor, heap: Symm
             f"scores must be float32 {tuple(expert_ids_TK.shape)}, got {scores_TK.dtype} {scores_TK.shape}"
         )
     num_ranks = heap.num_ranks
-    _exchange_routing_kernel[(min(_NUM_PROGRAMS, triton.cdiv(layout.max_tokens * top_k, _BLOCK)),)](
+    link_role = Role.SEND if num_ranks > 1 else None
+    num_programs = min(_NUM_PROGRAMS, triton.cdiv(layout.max_tokens * top_k, _BLOCK))
+    _exchange_routing_kernel[(num_programs,)](
         expert_ids_TK.contiguous(),
         scores_TK.contiguous(),
         heap.peers_W,
         heap.scoreboard.counters,
         heap.scoreboard.watch,
+        launch_records(timeline, "exchange", num_programs=num_programs, link_role=link_role),
         heap.rank,
         num_tokens * top_k,
         epoch,
@@ -97,5 +110,6 @@ def launch_exchange_routing(expert_ids_TK: Tensor, scores_TK: Tensor, heap: Symm
         W=num_ranks,
         RANKS=triton.next_power_of_2(num_ranks),
         BLOCK=_BLOCK,
-        num_warps=4,
+        LANES=32 * _NUM_WARPS,
+        num_warps=_NUM_WARPS,
     )

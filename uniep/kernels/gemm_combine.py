@@ -31,6 +31,18 @@ from uniep.kernels.tasks import (
     leave,
     take,
 )
+from uniep.kernels.timeline import (
+    ROLE_COMP,
+    ROLE_MEET,
+    ROLE_REDUCE,
+    ROLE_RETURN,
+    Role,
+    Timeline,
+    launch_records,
+    task_begins,
+    task_ends,
+    time_ns,
+)
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 from uniep.symmetric.watch import Kernel, What
@@ -73,6 +85,7 @@ def _gemm_combine_kernel(
     output_ready,
     counters,
     watch,
+    records,
     rank,
     num_tokens,
     epoch,
@@ -145,6 +158,7 @@ def _gemm_combine_kernel(
     if computes:
         task = take(counters, FIRST_ROLE)
         while task < num_tiles * num_col_tiles:
+            begun = task_begins(records, LANES)
             tile = task // num_col_tiles
             col = (task % num_col_tiles) * BLOCK_N
             expert = tl.load(tile_expert + tile)
@@ -164,6 +178,7 @@ def _gemm_combine_kernel(
                     h, w2, first_row, end_row, expert * D + col, (expert + 1) * D, F, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
                 )
             next_task = claim(counters, FIRST_ROLE, LANES)
+            store_ns = time_ns(records)
             rows = first_row + tl.arange(0, TILE_ROWS)
             origin = tl.load(row_origin_R + rows, mask=rows < end_row, other=0)
             source = origin // NUM_SLOTS
@@ -190,6 +205,7 @@ def _gemm_combine_kernel(
                     PS,
                 )
             signal_tile(output_ready + task, epoch)
+            task_ends(records, begun, ROLE_COMP, task, LANES, store_ns=store_ns)
             task = claimed(next_task, LANES)
 
     if DYNAMIC or not computes:
@@ -197,8 +213,10 @@ def _gemm_combine_kernel(
         num_tasks = tl.where(fits, tl.maximum(num_tiles, 1), 0)
         task = take(counters, SECOND_ROLE)
         while task < num_tasks:
+            begun = task_begins(records, LANES)
+            work_ns = begun[0]
             if task < num_tiles:
-                return_tile(
+                work_ns = return_tile(
                     task,
                     rows_RD,
                     row_origin_R,
@@ -207,6 +225,7 @@ def _gemm_combine_kernel(
                     peers_W,
                     output_ready,
                     watch,
+                    records,
                     rank,
                     epoch,
                     timeout_us,
@@ -224,13 +243,17 @@ def _gemm_combine_kernel(
                 )
             if is_last(counters, FINISHED, num_tasks):
                 signal_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, W, RANKS)
+            task_ends(records, begun, ROLE_RETURN, task, LANES, work_ns=work_ns)
             task = take(counters, SECOND_ROLE)
 
     if fits:
+        begun = task_begins(records, LANES)
         wait_all_ranks(peers_W, flags_offset_bytes, rank, epoch, watch, timeout_us, KERNEL, _RETURNED_ROWS, W, RANKS)
+        task_ends(records, begun, ROLE_MEET, tl.program_id(0), LANES, work_ns=time_ns(records))
     if REDUCE and fits:
         task = take(counters, THIRD_ROLE)
         while task * TASK_TOKENS < num_tokens:
+            begun = task_begins(records, LANES)
             if ROUND_ALL:
                 reduce_tokens_by_expert(
                     task,
@@ -267,6 +290,7 @@ def _gemm_combine_kernel(
                     REDUCE_ROWS,
                     REDUCE_COLS,
                 )
+            task_ends(records, begun, ROLE_REDUCE, task, LANES)
             task = take(counters, THIRD_ROLE)
     leave(counters)
 
@@ -305,11 +329,13 @@ def launch_gemm_combine(
     score_before_experts: bool,
     reduce_in_kernel: bool,
     saved_TKD: Tensor | None = None,
+    timeline: Timeline | None = None,
 ) -> Tensor:
     """The forward. Returns out_TD, which without reduce_in_kernel is for reduce_by_torch to make.
 
     Args:
         saved_TKD: where the reduce is to keep the returned rows, if anywhere.
+        timeline: records the launch, if it is recording.
     """
     hidden_dim = heap.layout.shape.hidden_dim
     tiles = config.down
@@ -333,6 +359,7 @@ def launch_gemm_combine(
         round_all=False,
         reduce=reduce_in_kernel,
         scored=not score_before_experts,
+        timeline=timeline,
     )
 
 
@@ -351,6 +378,7 @@ def launch_gemm_combine_backward(
     score_before_experts: bool,
     round_all: bool = True,
     score_parts_RP: Tensor | None = None,
+    timeline: Timeline | None = None,
 ) -> Tensor:
     """The backward. Returns the gradients of the tokens [T, D].
 
@@ -380,6 +408,7 @@ def launch_gemm_combine_backward(
         round_all=round_all,
         reduce=True,
         scored=score_before_experts,
+        timeline=timeline,
     )
 
 
@@ -400,6 +429,7 @@ def _launch(
     round_all: bool,
     reduce: bool,
     scored: bool,
+    timeline: Timeline | None,
 ) -> Tensor:
     layout, shape = heap.layout, heap.layout.shape
     dim, num_tokens = shape.dim, len(scores_TK)
@@ -409,7 +439,16 @@ def _launch(
     copy_rows, copy_cols = copy_shape(dim, config.copy_elements_of_warp * tiles.num_warps)
     num_parts = 0 if score_parts_RP is None else score_parts_RP.shape[1]
     reduce_rows, reduce_cols = copy_shape(dim, _REDUCE_STEP_ELEMENTS)
-    _gemm_combine_kernel[(config.num_programs * tiles.occupancy,)](
+    num_programs = config.num_programs * tiles.occupancy
+    link_role = Role.RETURN if staged else Role.COMP
+    records = launch_records(
+        timeline,
+        "up_grad" if backward else "down",
+        num_programs=num_programs,
+        tasks_per_tile=triton.cdiv(dim, tiles.block_n),
+        link_role=link_role if shape.ep_degree > 1 else None,
+    )
+    _gemm_combine_kernel[(num_programs,)](
         *operands,
         rows_RD,
         scores_TK,
@@ -427,6 +466,7 @@ def _launch(
         heap.scoreboard.output_ready,
         heap.scoreboard.counters,
         heap.scoreboard.watch,
+        records,
         heap.rank,
         num_tokens,
         epoch,

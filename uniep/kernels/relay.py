@@ -6,6 +6,7 @@ import triton.language as tl
 from uniep.kernels.memory import region_address, row_ptrs
 from uniep.kernels.numerics import to_bf16
 from uniep.kernels.signals import signal_tile, wait_flags
+from uniep.kernels.timeline import time_ns
 
 
 @triton.jit
@@ -20,6 +21,7 @@ def relay_tile(
     peers_W,
     input_ready,
     watch,
+    records,
     rank,
     epoch,
     timeout_us,
@@ -39,7 +41,8 @@ def relay_tile(
 ):
     """Waits for the senders of the tile's rows, which wait for nothing. A token that several experts want came once
     and is copied once for each. Rows of the rank itself come straight from x_TD. With SCALE_ROWS each row is
-    multiplied by its score; scores_address is that of the scores of all ranks, [W, M, K]."""
+    multiplied by its score; scores_address is that of the scores of all ranks, [W, M, K]. Returns when it ended the
+    wait."""
     first_row = tl.load(tile_first_row + tile)
     end_row = tl.load(tile_end_row + tile)
     rows = first_row + tl.arange(0, TILE_ROWS)
@@ -51,6 +54,7 @@ def relay_tile(
     wait_flags(
         flags + slot, exists & (source != rank), epoch, watch, timeout_us, KERNEL, tile, WHAT, source, SYSTEM=True
     )
+    work_ns = time_ns(records)
 
     received = region_address(peers_W, rank, received_offset_bytes)
     scores = scores_address.to(tl.int64).to(tl.pointer_type(tl.float32))
@@ -73,3 +77,4 @@ def relay_tile(
         target = rows_RD.to(tl.int64) + step_rows.to(tl.int64) * (D * 2)
         tl.store(row_ptrs(target, cols), copied, mask=inside)
     signal_tile(input_ready + tile, epoch)
+    return work_ns

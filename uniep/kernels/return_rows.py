@@ -5,6 +5,7 @@ import triton.language as tl
 
 from uniep.kernels.memory import copy_rows, region_address
 from uniep.kernels.signals import fence_system, wait_flags
+from uniep.kernels.timeline import time_ns
 
 
 @triton.jit
@@ -17,6 +18,7 @@ def return_tile(
     peers_W,
     output_ready,
     watch,
+    records,
     rank,
     epoch,
     timeout_us,
@@ -33,7 +35,7 @@ def return_tile(
     COPY_COLS: tl.constexpr,
 ):
     """Waits for all column tiles of the row tile, which comp stored. Rows of this rank lie in its own buffer already;
-    without STAGED the others do too, and only their order remains to be kept."""
+    without STAGED the others do too, and only their order remains to be kept. Returns when it ended the wait."""
     col_tiles = tl.arange(0, COL_TILES)
     wait_flags(
         output_ready + tile * NUM_COL_TILES + col_tiles,
@@ -47,6 +49,7 @@ def return_tile(
         tl.zeros((COL_TILES,), tl.int32) + tile,
         SYSTEM=False,
     )
+    work_ns = time_ns(records)
     if STAGED:
         first_row = tl.load(tile_first_row + tile)
         end_row = tl.load(tile_end_row + tile)
@@ -64,3 +67,4 @@ def return_tile(
             copy_rows(y_RD.to(tl.int64) + rows.to(tl.int64) * (D * 2), target, returned, D, COPY_COLS)
             rows = next_rows
     fence_system()
+    return work_ns

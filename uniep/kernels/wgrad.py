@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.kernels.numerics import dot_bf16, to_bf16
 from uniep.kernels.tasks import FIRST_ROLE, claim, claimed, take
+from uniep.kernels.timeline import ROLE_COMP, Timeline, launch_records, task_begins, task_ends, time_ns
 from uniep.plan.layout import ROW_ALIGN_ELEMENTS
 from uniep.plan.token_map import RoutingPlan
 from uniep.shapes import MoEShape, ShapeError
@@ -191,6 +192,7 @@ def _wgrad_kernel(
     grad_w3_LFD,
     expert_offsets,
     counters,
+    records,
     D: tl.constexpr,
     F: tl.constexpr,
     L: tl.constexpr,
@@ -224,6 +226,7 @@ def _wgrad_kernel(
     ranks = _ranks_by_rows(expert_offsets, L, EXPERTS, RANK_STEP)
     task = take(counters, FIRST_ROLE)
     while task < L * tiles_of_expert:
+        begun = task_begins(records, LANES)
         expert = tl.sum(tl.where(ranks == task // tiles_of_expert, experts, 0), 0)
         first_row = tl.load(expert_offsets + expert)
         end_row = tl.load(expert_offsets + expert + 1)
@@ -249,6 +252,7 @@ def _wgrad_kernel(
             left, right, left_tma, right_tma, first_row, end_row, f, d, F, D, BLOCK_F, BLOCK_D, BLOCK_T, TMA
         )
         next_task = claim(counters, FIRST_ROLE, LANES)
+        store_ns = time_ns(records)
         tile = to_bf16(acc)
         if gradient == _W1:
             _store_tile(grad_w1_LFD, tile, expert, f, d, F, D, TMA)
@@ -256,6 +260,7 @@ def _wgrad_kernel(
             _store_tile(grad_w2_LDF, tile.T, expert, d, f, D, F, TMA)
         else:
             _store_tile(grad_w3_LFD, tile, expert, f, d, F, D, TMA)
+        task_ends(records, begun, ROLE_COMP, task, LANES, store_ns=store_ns)
         task = claimed(next_task, LANES)
 
 
@@ -269,6 +274,7 @@ def launch_wgrad(
     *,
     shape: MoEShape,
     config: WgradConfig,
+    timeline: Timeline | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the kernel.
 
@@ -279,6 +285,7 @@ def launch_wgrad(
         plan_or_expert_offsets: int32 [L + 1] on the device, first row of each local expert, R at the end.
         shape: the layer.
         config: tiles and programs.
+        timeline: records the launch, if it is recording.
 
     Returns:
         grad_w1_LFD, grad_w2_LDF, grad_w3_LFD in bf16.
@@ -325,6 +332,12 @@ def launch_wgrad(
         ]
         blocks_of_outputs = ([1, block_f, block_d], [1, block_d, block_f], [1, block_f, block_d])
         outputs = [TensorDescriptor.from_tensor(*pair) for pair in zip(outputs, blocks_of_outputs, strict=True)]
+    records = launch_records(
+        timeline,
+        "wgrad",
+        num_programs=config.num_programs,
+        tasks_per_tile=3 * triton.cdiv(hidden_dim, config.block_f) * triton.cdiv(dim, config.block_d),
+    )
     _wgrad_kernel[(config.num_programs,)](
         grad_g_RF,
         grad_u_RF,
@@ -335,6 +348,7 @@ def launch_wgrad(
         *outputs,
         expert_offsets,
         torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=x_RD.device),
+        records,
         D=dim,
         F=hidden_dim,
         L=num_local,
