@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
 from torchtitan.tools.logging import logger
 
+from recipes.choices import fixed_by_hand, resolve_tune
 from recipes.config import Backend, UniEP
+from recipes.tuning import open_tuner
 from uniep.kernels.config import default_config
 from uniep.kernels.timeline import Timeline
 from uniep.layer import fused_moe
@@ -37,13 +39,15 @@ class RoutedBackend:
         facts: what the record of a run says about it.
         close: gives back what it holds; all ranks call it together, after the last step.
         timeline: where `run` records its kernels while it is recording, or None.
+        metrics: numbers of the last steps, for the log.
     """
 
     name: str
     run: Callable[..., Tensor]
-    facts: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     close: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
+    metrics: Callable[[], Mapping[str, float]] = dict
 
     def without_timeline(self) -> "RoutedBackend":
         """The same for layers that are not recorded."""
@@ -80,6 +84,7 @@ def open_backend(
     max_tokens: int,
     ep_mesh: DeviceMesh | None,
     options: UniEP,
+    score_before_experts: bool = False,
     switches: Mapping[str, Any] | None = None,
 ) -> RoutedBackend:
     """Opens a backend for all MoE layers of a shape.
@@ -88,6 +93,7 @@ def open_backend(
         max_tokens: the most tokens that a rank brings to a layer.
         ep_mesh: the expert-parallel ranks, or None for one.
         options: the [uniep] section.
+        score_before_experts: the model's; the tuner compiles for it.
         switches: for measuring, fields of KernelConfig and HeapLayout to set.
 
     Raises:
@@ -95,25 +101,43 @@ def open_backend(
     """
     group = None if ep_mesh is None else ep_mesh.get_group()
     logger.info(f'MoE numerics: "{options.numerics}"')
-    facts: dict[str, str] = {"numerics": options.numerics}
+    facts: dict[str, Any] = {"numerics": options.numerics}
     if name == "reference":
         return RoutedBackend(name, functools.partial(reference_moe, group=group), facts)
     device = torch.device("cuda", torch.cuda.current_device())
     settings = dict(switches or {})
     layout = HeapLayout(shape, max_tokens, copy_per_expert=settings.pop("copy_per_expert", False))
-    heap, memory = _open_heap(layout, group, device, options)
+    heap, memory = open_heap(layout, group, device, options)
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")
     config = replace(default_config(device), **settings)
-    timeline = Timeline(device) if options.timeline_steps else None
-    run = functools.partial(fused_moe, heap=heap, config=config, fast=options.numerics == "fast", timeline=timeline)
     facts |= {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
-    return RoutedBackend(name, run, facts, heap.close, timeline)
+    timeline = Timeline(device) if options.timeline_steps else None
+    more: dict[str, Any] = {"heap": heap, "fast": options.numerics == "fast", "timeline": timeline}
+    tune = options.tune
+    if tune.mode != "off":
+        tune = resolve_tune(tune, torch.cuda.get_device_name(device))
+    if tune.mode == "off":
+        run = functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more)
+        return RoutedBackend(name, run, facts, close=heap.close, timeline=timeline)
+    tuner = open_tuner(
+        heap, group, base=config, options=tune, score_before_experts=score_before_experts, fast=more["fast"]
+    )
+    run = functools.partial(tuner.run, **more)
+    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, heap.close, timeline, tuner.metrics)
 
 
-def _open_heap(
+def open_heap(
     layout: HeapLayout, group: torch.distributed.ProcessGroup | None, device: torch.device, options: UniEP
 ) -> tuple[SymmetricHeap, str]:
+    """Opens the symmetric memory that the [uniep] section asks for. All ranks of the group call it together.
+
+    Args:
+        group: the expert-parallel ranks, or None for one.
+
+    Returns:
+        the heap, and the name of its memory.
+    """
     timeout_s = options.wait_timeout_s
     if group is None:
         return open_virtual_ranks(layout, device=device, timeout_s=timeout_s)[0], "plain (one rank)"

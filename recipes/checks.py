@@ -2,17 +2,23 @@
 
 import difflib
 import math
+import operator
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torchtitan.config import JobConfig
 
 from recipes.backend import BackendError, resolve_backend
+from recipes.choices import TuneError, find_hardware, fixed_by_hand, resolve_tune
+from recipes.config import Tune
 from recipes.data import DataError, check_data
 from recipes.families import FAMILIES
 from recipes.load import ConfigError
+from uniep.autotune.hardware import TUNED
+from uniep.kernels.config import default_config
 from uniep.shapes import MoEShape, ShapeError
 
 
@@ -65,6 +71,11 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("checkpoint", "interval", "at least 1", lambda value: value >= 1),
     ("debug", "seed", "0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63),
     ("uniep", "wait_timeout_s", "greater than 0", lambda value: 0 < value < math.inf),
+    ("uniep.tune", "bucket_tokens", "1 to 2^24", lambda value: 1 <= value <= 1 << 24),
+    ("uniep.tune", "num_candidates", "at least 1", lambda value: value >= 1),
+    ("uniep.tune", "watch_calls", "at least 0", lambda value: value >= 0),
+    ("uniep.tune", "watch_share", "greater than 0", lambda value: 0 < value < math.inf),
+    ("uniep.tune", "watch_samples", "at least 1", lambda value: value >= 1),
     ("throughput", "token_budget", "a finite number greater than 0", lambda value: 0 < value < math.inf),
     ("uniep", "timeline_steps", "steps from 1 on", lambda value: all(step >= 1 for step in value)),
     ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
@@ -73,7 +84,7 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
 
 def _check_ranges(config: JobConfig) -> None:
     for section, key, words, fits in _RANGES:
-        value = getattr(getattr(config, section), key)
+        value = getattr(operator.attrgetter(section)(config), key)
         if value is not None and not fits(value):
             raise ConfigError(f"[{section}] {key} must be {words}, got {value!r}")
 
@@ -230,6 +241,35 @@ def _check_uniep(config: JobConfig, world_size: int) -> None:
             'CUDA_DEVICE_MAX_CONNECTIONS must be unset or at least 2 with [uniep] backend = "uniep", got 1: in one '
             "hardware queue a collective that waits for a peer holds back the kernel that the peer waits for"
         )
+    _check_tune(config.uniep.tune)
+
+
+def _check_tune(options: Tune) -> None:
+    """What [uniep.tune] asks of this GPU."""
+    by_hand = {launch: vars(getattr(options, launch)) for launch in TUNED}
+    if options.mode == "off" and not any(value is not None for keys in by_hand.values() for value in keys.values()):
+        return
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    properties = torch.cuda.get_device_properties(device)
+    options = resolve_tune(options, properties.name)
+    for launch, values in by_hand.items() if options.mode != "off" else ():
+        given = [key for key, value in values.items() if value is not None]
+        if missing := [key for key in values if given and key not in given]:
+            raise ConfigError(
+                f"[uniep.tune.{launch}] {missing[0]} must be given with {given[0]}, or neither, "
+                f'with [uniep.tune] mode = "{options.mode}", got none'
+            )
+    if options.mode != "off" and properties.major < 9:
+        raise ConfigError(
+            '[uniep.tune] mode must be "off" on a GPU before compute capability 9, '
+            f'got "{options.mode}" on "{properties.name}"'
+        )
+    try:
+        if options.mode != "off":
+            find_hardware(options.hardware, properties.name)
+        fixed_by_hand(default_config(device), options)
+    except TuneError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _near(value: str, valid) -> str:

@@ -22,6 +22,75 @@ class Checkpoint:
 
 
 @dataclass
+class DispatchRoles:
+    """A launch of dispatch + GEMM by hand. None leaves a value to [uniep.tune] mode."""
+
+    tile: Literal["wide4", "wide3", "narrow"] | None = None
+    """128 x 256 with 4 or 3 stages, or 128 x 128 and two programs a multiprocessor."""
+
+    num_dispatch: int | None = None
+    """Programs that begin with sending tokens."""
+
+    num_relay: int | None = None
+    """Programs that begin with copying tokens into the order of the experts."""
+
+
+@dataclass
+class CombineRoles:
+    """A launch of GEMM + combine by hand. None leaves a value to [uniep.tune] mode."""
+
+    tile: Literal["wide4", "wide3", "narrow"] | None = None
+    """As in DispatchRoles."""
+
+    num_combine: int | None = None
+    """Programs that begin with returning rows."""
+
+
+@dataclass
+class Tune:
+    """
+    How the fused kernels share the GPU. No bit of the results depends on it, but with numerics = "fast" those of the
+    scores' gradient go by the backward's tiles: there only a launch by hand changes them.
+    """
+
+    mode: Literal["auto", "off", "model", "measured"] = "off"
+    """
+    Who chooses the kernels' configuration, for each bucket of token counts.
+    - "off": the defaults.
+    - "model": the fastest by the model of the GPU ([uniep.tune] hardware), in milliseconds.
+    - "measured": of the model's best few, the fastest in a short measurement before the first step.
+    - "auto": "model" on a GPU that is described, by the package or by [uniep.tune] hardware; else "off".
+    """
+
+    bucket_tokens: int = 4096
+    """Tokens of a rank that a bucket spans: ceil(T / bucket_tokens) is a step's bucket."""
+
+    hardware: str | None = None
+    """A file of `python -m tools.calibrate`; None takes the package's own for this GPU."""
+
+    cache: str | None = "~/.cache/uniep"
+    """Folder where "measured" keeps what it found, for the next run. None keeps nothing."""
+
+    num_candidates: int = 8
+    """Configurations of each launch that "measured" times."""
+
+    watch_calls: int = 101
+    """Every so many forwards of a layer, one is timed and compared with the prediction; 0 for none. A prime number
+    comes to every layer in turn."""
+
+    watch_share: float = 0.25
+    """How far measured and predicted time may part, as a share of the prediction."""
+
+    watch_samples: int = 20
+    """Timed forwards in a row that part so far before the bucket is tuned again."""
+
+    up: DispatchRoles = field(default_factory=DispatchRoles)
+    down: CombineRoles = field(default_factory=CombineRoles)
+    down_grad: DispatchRoles = field(default_factory=DispatchRoles)
+    up_grad: CombineRoles = field(default_factory=CombineRoles)
+
+
+@dataclass
 class UniEP:
     backend: Backend = "auto"
     """
@@ -48,6 +117,8 @@ class UniEP:
 
     timeline_steps: list[int] = field(default_factory=list)
     """Steps in which the kernels of "uniep" record when each of their tasks ran, for `python -m tools.timeline`."""
+
+    tune: Tune = field(default_factory=Tune)
 
 
 @dataclass

@@ -4,6 +4,7 @@ steps to the console, TensorBoard and wandb."""
 import copy
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,7 @@ class RecipeMetrics(MetricsProcessor):
             **{f"memory/{name}": value for name, value in memory._asdict().items()},
             **progress.metrics(),
             **_load_metrics(record.expert_load),
+            **self._backend_metrics(),
             **extra,
         }
         mfu = ""
@@ -223,7 +225,11 @@ class RecipeMetrics(MetricsProcessor):
                 logger.warning("wandb is not installed: the run is recorded in its folder only")
         return records
 
-    def _backend(self) -> dict[str, str]:
+    def _backend_metrics(self) -> Mapping[str, float]:
+        backend = routed_backend(self.model_parts[0]) if self.model_parts else None
+        return backend.metrics() if backend else {}
+
+    def _backend(self) -> dict[str, Any]:
         assert self.model_parts is not None
         backend = routed_backend(self.model_parts[0])
         ran = {"ran": backend.name, **backend.facts} if backend else {"ran": "torchtitan"}

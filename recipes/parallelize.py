@@ -53,6 +53,7 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
             max_tokens=job_config.training.local_batch_size * job_config.training.seq_len // parallel_dims.cp,
             ep_mesh=ep_mesh,
             options=job_config.uniep,
+            score_before_experts=args.moe_args.score_before_experts,
         )
         for block in _blocks(model):
             if block.moe_enabled:

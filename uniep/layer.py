@@ -1,7 +1,8 @@
 """The fused MoE layer: the only caller of the kernels."""
 
+import itertools
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,6 +27,10 @@ from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 
 _Result = TypeVar("_Result")
+
+# What the steps of forward_steps and backward_steps launch, in their order.
+FORWARD_STEPS = ("exchange", "plan", "up", "down", "rest")
+BACKWARD_STEPS = ("down_grad", "wgrad", "up_grad", "rest_grad")
 
 
 @dataclass(frozen=True)
@@ -269,12 +274,15 @@ def fused_forward(*tensors: Tensor, **options: Any) -> Tensor:
     return out_TD
 
 
-def _finish(steps: Generator[None, None, _Result]) -> _Result:
-    while True:
+def _finish(steps: Generator[None, None, _Result], on_step: Callable[[int], None] | None = None) -> _Result:
+    for number in itertools.count():
+        if on_step is not None:
+            on_step(number)
         try:
             next(steps)
         except StopIteration as end:
             return end.value
+    raise AssertionError("unreachable")
 
 
 class _FusedMoE(torch.autograd.Function):
@@ -296,6 +304,7 @@ class _FusedMoE(torch.autograd.Function):
         config: KernelConfig,
         fast: bool,
         timeline: Timeline | None,
+        on_step: Callable[[int], None] | None,
     ) -> Tensor:
         inputs = (scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
         more: dict[str, Any] = {
@@ -305,7 +314,7 @@ class _FusedMoE(torch.autograd.Function):
             "fast": fast,
             "timeline": timeline,
         }
-        out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, **more))
+        out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, **more), on_step)
         assert saved is not None
         saved_x = x_TD if score_before_experts else None
         rows = (saved.x_RD, saved.g_RF, saved.u_RF, saved.scores_WMK, saved.y_TKD)
@@ -323,7 +332,7 @@ class _FusedMoE(torch.autograd.Function):
         got = _finish(backward_steps(grads[0], saved, *inputs, **ctx.options))
         weights = zip((got.w1_LFD, got.w2_LDF, got.w3_LFD), inputs[3:], strict=True)
         grad_weights = (grad.to(weight.dtype) for grad, weight in weights)
-        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None, None
+        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None, None, None
 
 
 def fused_moe(
@@ -339,6 +348,7 @@ def fused_moe(
     config: KernelConfig,
     fast: bool = False,
     timeline: Timeline | None = None,
+    on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
     """The routed experts of one MoE layer, bit for bit `uniep.reference.reference_moe`, forward and backward.
 
@@ -355,10 +365,12 @@ def fused_moe(
         fast: let the backward round less often and take the gradients of the scores at the experts: other bits than
             the reference's, the same on every run.
         timeline: records every task of this layer while it is recording, and changes no bit.
+        on_step: for timing, called with a number of FORWARD_STEPS before each step of a forward that autograd records.
+            Where rows had no room, there are more steps.
     """
     tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, timeline)
+        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, timeline, on_step)
     return fused_forward(
         *tensors, score_before_experts=score_before_experts, heap=heap, config=config, timeline=timeline
     )

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from recipes.launch_times import LayerInputs, measure_layer, run_layer
 from recipes.timeline import StepTimeline
-from tools.launch_times import LayerInputs, launch_times_ms, run_layer
 from tools.records import RUN_FILE
 from uniep.kernels.config import default_config
 from uniep.kernels.timeline import Timeline
@@ -59,9 +59,8 @@ def main() -> None:
             return run_layer(inputs, heap, config, with_backward=True, timeline=records)[0]
 
         def times(records: Timeline | None) -> dict[str, float]:
-            return launch_times_ms(
-                inputs, heap, config, with_backward=True, num_calls=arguments.calls, timeline=records
-            )
+            times_us, _ = measure_layer(inputs, heap, config, num_calls=arguments.calls, group=group, timeline=records)
+            return {name: us / 1e3 for name, us in times_us.items()}
 
         expected = run(None)
         timeline.start()

@@ -442,7 +442,7 @@ def test_numerics_are_fast_by_name_only(numerics, monkeypatch):
 def test_numerics_reach_the_layer_and_the_record(numerics, fast, monkeypatch):
     given = {}
     heap = types.SimpleNamespace(close=lambda: None)
-    monkeypatch.setattr(backend_module, "_open_heap", lambda *_: (heap, "none"))
+    monkeypatch.setattr(backend_module, "open_heap", lambda *_: (heap, "none"))
     monkeypatch.setattr(backend_module, "default_config", lambda _: KernelConfig(num_programs=1))
     monkeypatch.setattr(backend_module, "fused_moe", lambda **options: given.update(options))
     monkeypatch.setattr(backend_module.torch.cuda, "current_device", lambda: 0)
@@ -508,3 +508,129 @@ def test_what_the_fused_kernels_need(arguments, env, expected, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert expected in says("--uniep.backend=uniep", *arguments)
+
+
+class Gpu:
+    """What torch.cuda.get_device_properties says of one."""
+
+    def __init__(self, name: str = "NVIDIA H200", major: int = 9, multi_processor_count: int = 132):
+        self.name, self.major, self.multi_processor_count = name, major, multi_processor_count
+
+
+def tune_section(text: str, folder: Path) -> Path:
+    """A config that runs "uniep", with a [uniep.tune] section."""
+    config = (CONFIGS / "qwen3_cpu.toml").read_text().replace('backend = "auto"', 'backend = "uniep"')
+    assert '"uniep"' in config
+    path = folder / "tuned.toml"
+    path.write_text(config + text)
+    return path
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """on_gpu(gpu): this machine has it."""
+
+    def on(gpu: Gpu) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
+
+    return on
+
+
+BF16 = "--training.mixed_precision_param=bfloat16"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        '[uniep.tune]\nmode = "model"\n',
+        '[uniep.tune]\nmode = "measured"\nbucket_tokens = 2048\ncache = "here"\n',
+        "[uniep.tune.up]\nnum_relay = 40\n",
+        '[uniep.tune]\nmode = "model"\n[uniep.tune.up]\ntile = "wide4"\nnum_dispatch = 8\nnum_relay = 40\n',
+        '[uniep.tune.down]\ntile = "narrow"\nnum_combine = 263\n',
+    ],
+)
+def test_tuning_that_works(text, tmp_path, on_gpu):
+    on_gpu(Gpu())
+    check(BF16, config=tune_section(text, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[uniep.tune]\nmode = "modle"', "[uniep.tune] mode must be one of"),
+        ("[uniep.tune]\nbucket_token = 3", "[uniep.tune] bucket_token is not a known key; did you mean bucket_tokens?"),
+        ("[uniep.tune]\nbucket_tokens = 0", "[uniep.tune] bucket_tokens must be 1 to 2^24, got 0"),
+        ("[uniep.tune]\nnum_candidates = 0", "[uniep.tune] num_candidates must be at least 1, got 0"),
+        ("[uniep.tune]\nwatch_calls = -1", "[uniep.tune] watch_calls must be at least 0, got -1"),
+        ("[uniep.tune]\nwatch_share = 0.0", "[uniep.tune] watch_share must be greater than 0, got 0.0"),
+        ("[uniep.tune]\nwatch_samples = 0", "[uniep.tune] watch_samples must be at least 1, got 0"),
+        ('[uniep.tune.up]\ntile = "huge"', "[uniep.tune.up] tile must be one of"),
+        ("[uniep.tune.up]\nnum_dispatch = 0", "[uniep.tune.up] num_dispatch must be at least 1, got 0"),
+        (
+            "[uniep.tune.up]\nnum_dispatch = 100\nnum_relay = 32",
+            "[uniep.tune.up] num_dispatch + num_relay must be less than the programs of the launch = 132 "
+            "(multiprocessors * programs on each), got 100 + 32",
+        ),
+        (
+            "[uniep.tune.down_grad]\nnum_relay = 116",
+            "[uniep.tune.down_grad] num_dispatch + num_relay must be less than the programs of the launch = 132 "
+            "(multiprocessors * programs on each), got 16 + 116",
+        ),
+        (
+            "[uniep.tune.up_grad]\nnum_combine = 264",
+            "[uniep.tune.up_grad] num_combine must be less than the programs of the launch = 264",
+        ),
+        (
+            '[uniep.tune]\nmode = "model"\n[uniep.tune.up]\nnum_relay = 40',
+            '[uniep.tune.up] tile must be given with num_relay, or neither, with [uniep.tune] mode = "model", got none',
+        ),
+        (
+            '[uniep.tune]\nmode = "model"\nhardware = "/none.json"',
+            "[uniep.tune] hardware: /none.json must be a hardware file of tools.calibrate",
+        ),
+    ],
+)
+def test_tuning_that_cannot_work(text, expected, tmp_path, on_gpu):
+    on_gpu(Gpu())
+    assert expected in says(BF16, config=tune_section(text + "\n", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (Gpu("NVIDIA H100", 9), "[uniep.tune] hardware must name a file of `python -m tools.calibrate`"),
+        (Gpu("NVIDIA A100", 8), '[uniep.tune] mode must be "off" on a GPU before compute capability 9, got "model"'),
+    ],
+)
+def test_tuning_on_another_gpu(gpu, expected, tmp_path, on_gpu):
+    on_gpu(gpu)
+    assert expected in says(BF16, config=tune_section('[uniep.tune]\nmode = "model"\n', tmp_path))
+    assert gpu.name in says(BF16, config=tune_section('[uniep.tune]\nmode = "model"\n', tmp_path))
+
+
+@pytest.mark.parametrize("gpu", [Gpu(), Gpu("NVIDIA H100"), Gpu("NVIDIA A100", 8)])
+def test_tuning_where_the_gpu_is_known(gpu, tmp_path, on_gpu):
+    """mode = "auto" works everywhere; a launch half by hand is refused only where the rest is chosen."""
+    on_gpu(gpu)
+    check(BF16, config=tune_section('[uniep.tune]\nmode = "auto"\n', tmp_path))
+    path = tune_section('[uniep.tune]\nmode = "auto"\n[uniep.tune.up]\nnum_relay = 40\n', tmp_path)
+    if gpu.name == "NVIDIA H200":
+        assert "[uniep.tune.up] tile must be given with num_relay, or neither" in says(BF16, config=path)
+    else:
+        check(BF16, config=path)
+
+
+def test_tuning_by_arguments(on_gpu):
+    on_gpu(Gpu())
+    job = check(BF16, "--uniep.backend=uniep", "--uniep.tune.mode=model", "--uniep.tune.bucket_tokens=512")
+    assert (job.uniep.tune.mode, job.uniep.tune.bucket_tokens) == ("model", 512)
+    text = says(BF16, "--uniep.backend=uniep", "--uniep.tune.up.num_dispatch=140")
+    assert "[uniep.tune.up] num_dispatch + num_relay must be less than" in text
+
+
+def test_tuning_asks_nothing_of_other_backends(tmp_path):
+    path = tune_section('[uniep.tune]\nmode = "model"\n', tmp_path)
+    path.write_text(path.read_text().replace('backend = "uniep"', 'backend = "reference"'))
+    check(config=path)

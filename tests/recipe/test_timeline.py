@@ -28,7 +28,9 @@ def train_interpreted(args: list[str], shared: str) -> None:
     from uniep.plan.layout import HeapLayout
     from uniep.symmetric.shared_memory import open_shared_memory
 
-    def open_interpreted(name: str, shape: Any, *, max_tokens: int, ep_mesh: Any, options: Any) -> RoutedBackend:
+    def open_interpreted(
+        name: str, shape: Any, *, max_tokens: int, ep_mesh: Any, options: Any, **_: Any
+    ) -> RoutedBackend:
         device = torch.device("cpu")
         layout = HeapLayout(shape, max_tokens, tile_rows=16)
         heap = open_shared_memory(layout, rank=ep_mesh.get_local_rank(), directory=Path(shared))

@@ -11,12 +11,9 @@ from torch import Tensor
 
 from uniep.kernels.config import KernelConfig
 from uniep.kernels.timeline import Timeline
-from uniep.layer import backward_steps, forward_steps
+from uniep.layer import BACKWARD_STEPS, FORWARD_STEPS, backward_steps, forward_steps, fused_moe
 from uniep.symmetric.heap import SymmetricHeap
 
-# What the steps of a forward and of a backward are, see uniep.layer.
-FORWARD_STEPS = ("exchange", "plan", "up", "down", "rest")
-BACKWARD_STEPS = ("down_grad", "wgrad", "up_grad", "rest_grad")
 # The host runs ahead of the GPU meanwhile, so that a time holds no launch latency: about 2.5 ms.
 _PAUSE_CYCLES = 5_000_000
 
@@ -55,12 +52,44 @@ class LayerInputs:
         )
 
 
+def warm_up(
+    inputs: LayerInputs,
+    heap: SymmetricHeap,
+    config: KernelConfig,
+    *,
+    score_before_experts: bool = False,
+    fast: bool = False,
+) -> None:
+    """A forward and a backward, which compile what the configuration needs and make room for the rows."""
+    x, scores, w1, w2, w3 = leaves = [
+        tensor.detach().requires_grad_()
+        for tensor in (inputs.x_TD, inputs.scores_TK, inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
+    ]
+    ids = inputs.expert_ids_TK
+    with torch.enable_grad():
+        out_TD = fused_moe(
+            x,
+            scores,
+            ids,
+            w1,
+            w2,
+            w3,
+            score_before_experts=score_before_experts,
+            heap=heap,
+            config=config,
+            fast=fast,
+        )
+        torch.autograd.grad(out_TD, leaves, inputs.grad_TD)
+
+
 def run_layer(
     inputs: LayerInputs,
     heap: SymmetricHeap,
     config: KernelConfig,
     *,
     with_backward: bool,
+    score_before_experts: bool = False,
+    fast: bool = False,
     timeline: Timeline | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """One forward (and backward): its results, and pairs of CUDA events around each step."""
@@ -80,37 +109,63 @@ def run_layer(
         raise RuntimeError("the rows had no room: warm up first")
 
     weights = (inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
-    more: dict[str, Any] = {"score_before_experts": False, "heap": heap, "config": config, "timeline": timeline}
+    more: dict[str, Any] = {
+        "score_before_experts": score_before_experts,
+        "heap": heap,
+        "config": config,
+        "fast": fast,
+        "timeline": timeline,
+    }
     routing = (inputs.scores_TK, inputs.expert_ids_TK)
     forward = forward_steps(inputs.x_TD, *routing, *weights, save=with_backward, **more)
     out_TD, saved = stepped(forward, FORWARD_STEPS)
     if not with_backward:
         return [out_TD], events
-    grads = stepped(backward_steps(inputs.grad_TD, saved, None, *routing, *weights, **more), BACKWARD_STEPS)
+    saved_x = inputs.x_TD if score_before_experts else None
+    grads = stepped(backward_steps(inputs.grad_TD, saved, saved_x, *routing, *weights, **more), BACKWARD_STEPS)
     return [out_TD, grads.x_TD, grads.scores_TK, grads.w1_LFD, grads.w2_LDF, grads.w3_LFD], events
 
 
-def launch_times_ms(
+def measure_layer(
     inputs: LayerInputs,
     heap: SymmetricHeap,
     config: KernelConfig,
     *,
-    with_backward: bool,
     num_calls: int,
+    group: dist.ProcessGroup | None,
+    with_backward: bool = True,
+    score_before_experts: bool = False,
+    fast: bool = False,
     timeline: Timeline | None = None,
-) -> dict[str, float]:
-    """Medians of this rank, of the steps' GPU time. All ranks call it together. A timeline records each call anew, and
-    still records when the last one is done."""
+) -> tuple[dict[str, float], list[Tensor]]:
+    """GPU microseconds of each step: the median of some calls, the slowest rank's; and the last call's results.
+
+    All ranks of the group call it together, after a call that warmed up; group is None for one rank. A timeline
+    records each call anew, and still records when the last one is done.
+    """
     times: dict[str, list[float]] = {}
+    results: list[Tensor] = []
     for _ in range(num_calls):
         torch.cuda.synchronize()
         if timeline is not None:
             timeline.start()
             torch.cuda.synchronize()
-        dist.barrier()
+        if group is not None:
+            dist.barrier(group)
         torch.cuda._sleep(_PAUSE_CYCLES)
-        _, events = run_layer(inputs, heap, config, with_backward=with_backward, timeline=timeline)
+        results, events = run_layer(
+            inputs,
+            heap,
+            config,
+            with_backward=with_backward,
+            score_before_experts=score_before_experts,
+            fast=fast,
+            timeline=timeline,
+        )
         torch.cuda.synchronize()
         for name, (start, end) in events.items():
-            times.setdefault(name, []).append(start.elapsed_time(end))
-    return {name: statistics.median(values) for name, values in times.items()}
+            times.setdefault(name, []).append(start.elapsed_time(end) * 1e3)
+    slowest = torch.tensor([statistics.median(values) for values in times.values()], device=heap.device)
+    if group is not None:
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return dict(zip(times, slowest.tolist(), strict=True)), results

@@ -1,0 +1,172 @@
+"""The bits never depend on a configuration: output and gradients of many random ones are those of the default."""
+
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes.config import Tune
+from recipes.launch_times import LayerInputs
+from recipes.tuning import open_tuner
+from tests.kernels.oracle import draw_batch
+from tests.kernels.ranks import run_ranks
+from tests.kernels.test_backward import as_arrays, draw_grads, leaves
+from uniep.autotune.hardware import DISPATCHES, TILES, TUNED
+from uniep.kernels.config import KernelConfig, default_config
+from uniep.kernels.wgrad import WgradConfig
+from uniep.layer import FORWARD_STEPS, fused_moe
+from uniep.plan.layout import HeapLayout
+from uniep.shapes import MoEShape
+from uniep.symmetric.heap import SymmetricHeap
+from uniep.symmetric.virtual_ranks import open_virtual_ranks
+
+SHAPE = MoEShape(4, 2, 40, 24, 2)
+LAYOUT = HeapLayout(SHAPE, 12, tile_rows=16)
+NUM_TOKENS = (12, 9)
+DEFAULT = default_config(torch.device("cpu"))
+
+
+def random_config(generator: random.Random) -> KernelConfig:
+    """Roles and programs beyond what is sensible, and narrow tiles, so that every role has work in every order."""
+    config = replace(
+        DEFAULT,
+        num_programs=generator.choice((1, 2, 3, 5, 8)),
+        wgrad=WgradConfig(num_programs=generator.choice((1, 3)), block_f=32, block_d=64, use_tma=False),
+    )
+    for launch in TUNED:
+        roles: dict[str, Any] = (
+            {"num_dispatch": generator.randint(1, 9), "num_relay": generator.randint(1, 9)}
+            if launch in DISPATCHES
+            else {"num_combine": generator.randint(1, 9)}
+        )
+        tile = {
+            "block_n": generator.choice((32, 64)),
+            "num_warps": generator.choice((4, 8)),
+            "num_stages": generator.choice((2, 3, 4)),
+            "occupancy": generator.choice((1, 2)),
+        }
+        config = replace(config, **{launch: replace(getattr(config, launch), **tile, **roles)})
+    return config
+
+
+def of_tile(name: str) -> KernelConfig:
+    """Every launch with a tile that the tuner may choose."""
+    tile = asdict(TILES[name])
+    return replace(DEFAULT, **{launch: replace(getattr(DEFAULT, launch), **tile) for launch in TUNED})
+
+
+def results(configs: list[KernelConfig], score_before_experts: bool) -> list[list[list]]:
+    """[rank][config]: output and gradients as arrays."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.rand(num, 4, generator=generator).topk(2).indices for num in NUM_TOKENS]
+    # Ordinary data: a sum in another order would show.
+    batch = draw_batch(SHAPE, ids, seed=3, exact=False)
+    grads = draw_grads(batch, 3, exact=False)
+
+    def body(heap: SymmetricHeap) -> list[list]:
+        found = []
+        for config in configs:
+            inputs = leaves(batch, heap.rank)
+            x, scores, *weights = inputs
+            out = fused_moe(
+                x,
+                scores,
+                ids[heap.rank],
+                *weights,
+                score_before_experts=score_before_experts,
+                heap=heap,
+                config=config,
+            )
+            found.append(as_arrays([out, *torch.autograd.grad(out, inputs, grads[heap.rank])]))
+        heap.check()
+        return found
+
+    return run_ranks(LAYOUT, body)
+
+
+@pytest.mark.parametrize(("score_before_experts", "num_configs"), [(False, 6), (True, 3)])
+def test_bits_do_not_depend_on_the_configuration(
+    score_before_experts: bool, num_configs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: True)
+    generator = random.Random(num_configs)
+    configs = [DEFAULT, *(random_config(generator) for _ in range(num_configs))]
+    for want, *others in results(configs, score_before_experts):
+        for config, got in zip(configs[1:], others, strict=True):
+            for name, one, other in zip(("out", "x", "scores", "w1", "w2", "w3"), want, got, strict=True):
+                assert torch.equal(torch.from_numpy(one), torch.from_numpy(other)), (name, config)
+
+
+def test_bits_do_not_depend_on_the_tile() -> None:
+    configs = [of_tile(name) for name in TILES]
+    for want, *others in results(configs, False):
+        for got in others:
+            for one, other in zip(want, got, strict=True):
+                assert torch.equal(torch.from_numpy(one), torch.from_numpy(other))
+
+
+def test_each_step_of_a_recorded_forward_is_told() -> None:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.rand(num, 4, generator=generator).topk(2).indices for num in NUM_TOKENS]
+    batch = draw_batch(SHAPE, ids, seed=3, exact=True)
+
+    def body(heap: SymmetricHeap) -> list[list[int]]:
+        told: list[list[int]] = []
+        for room in (None, 3):
+            if room is not None:
+                heap.room_rows = room
+            numbers: list[int] = []
+            x, scores, *weights = leaves(batch, heap.rank)
+            options: dict[str, Any] = {"score_before_experts": False, "heap": heap, "config": DEFAULT}
+            fused_moe(x, scores, ids[heap.rank], *weights, **options, on_step=numbers.append)
+            told.append(numbers)
+        return told
+
+    for with_room, without in run_ranks(LAYOUT, body):
+        assert with_room == list(range(len(FORWARD_STEPS)))
+        # Both launches once more.
+        assert without == list(range(len(FORWARD_STEPS) + 2))
+
+
+@pytest.mark.parametrize("mode", ["model", "measured"])
+def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does on a GPU, with the times made up and the forward interpreted; the second start finds the choices."""
+    shape = MoEShape(4, 2, 40, 24)
+    (heap,) = open_virtual_ranks(HeapLayout(shape, 12, tile_rows=16), device="cpu")
+    warmed: list[KernelConfig] = []
+    measured: list[int] = []
+
+    def measure(inputs: LayerInputs, *args: Any, **kwargs: Any) -> tuple[dict[str, float], list]:
+        measured.append(len(inputs.x_TD))
+        return dict.fromkeys(TUNED, 1000.0 - len(measured)), []
+
+    monkeypatch.setattr("recipes.tuning.warm_up", lambda inputs, heap, config, **kwargs: warmed.append(config))
+    monkeypatch.setattr("recipes.tuning.measure_layer", measure)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: True)
+    options = Tune(mode=mode, bucket_tokens=8, num_candidates=2, cache=str(tmp_path), watch_calls=0)  # type: ignore[arg-type]
+    base = of_tile("narrow")
+    starts = []
+    for _ in range(2):
+        tuner = open_tuner(heap, None, base=base, options=options, score_before_experts=False)
+        starts.append([tuner.config(num_tokens) for num_tokens in (5, 12)])
+    assert starts[0] == starts[1]
+    # Two configurations for each of two buckets, once.
+    assert measured == ([8, 8, 12, 12] if mode == "measured" else [])
+    for config in starts[0]:
+        for launch in TUNED:
+            assert any(_same_tile(getattr(config, launch), getattr(one, launch)) for one in warmed)
+
+    batch = draw_batch(shape, [torch.rand(12, 4).topk(2).indices], seed=1, exact=False)
+    inputs = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
+    more: dict[str, Any] = {"score_before_experts": False, "heap": heap}
+    assert torch.equal(tuner.run(*inputs, **more), fused_moe(*inputs, **more, config=DEFAULT))
+
+
+def _same_tile(one: Any, other: Any) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in asdict(TILES["narrow"]))

@@ -1,0 +1,208 @@
+"""The autotuner's model: counted work, units, what must get slower when, and tables."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from uniep.autotune.cost_model import Candidates, fixed_us, overlap, predict
+from uniep.autotune.hardware import (
+    COMBINES,
+    DISPATCHES,
+    TILES,
+    TUNED,
+    Bandwidth,
+    Hardware,
+    HardwareError,
+    constant_names,
+    shipped,
+)
+from uniep.autotune.search import kernel_space, one_candidate, paper_space
+from uniep.autotune.workload import TILE_ROWS, Workload, chance_wanted
+from uniep.plan.token_map import plan_ref
+from uniep.shapes import MoEShape
+
+SHAPE = MoEShape(128, 8, 2048, 768, 2)
+WORK = Workload.balanced(SHAPE, 8192)
+
+
+@pytest.fixture(scope="module")
+def h200() -> Hardware:
+    (hardware,) = [hardware for hardware in shipped() if hardware.name == "NVIDIA H200"]
+    return hardware
+
+
+def total_us(launch: str, work: Workload, hardware: Hardware, **config) -> float:
+    row = {"tile": "wide4" if launch in DISPATCHES else "narrow", "num_link": 16, "num_local": 16} | config
+    if launch in COMBINES and "num_local" not in config:
+        row["num_local"] = 0
+    return float(predict(launch, work, hardware, one_candidate(**row)).total_us[0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_balanced_work_is_what_plans_hold(num_ranks):
+    """Against the plans of random routings: one standard deviation of the mean is below 1 %."""
+    shape, num_tokens = MoEShape(32, 4, 64, 64, num_ranks), 4096
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(num_ranks, num_tokens, 32, generator=generator).topk(4).indices
+    plans = [plan_ref(ids, rank, shape, tile_rows=TILE_ROWS) for rank in range(num_ranks)]
+    work = Workload.balanced(shape, num_tokens)
+
+    def mean(values) -> float:
+        return sum(map(int, values)) / num_ranks
+
+    assert work.num_rows == mean(plan.expert_offsets[-1] for plan in plans)
+    assert work.num_row_tiles == pytest.approx(mean(plan.tile_offsets[-1] for plan in plans), rel=0.02)
+    assert work.num_sent == pytest.approx(mean(plan.send_offsets[-1] for plan in plans), rel=0.01)
+    away = [
+        (plan.row_origin_R[: int(plan.expert_offsets[-1])] // (num_tokens * 4) != plan.rank).sum() for plan in plans
+    ]
+    assert work.num_returned == pytest.approx(mean(away), rel=0.02)
+
+
+def test_expected_ranks_of_a_token():
+    """The paper's 5.25 for top 8 of many experts over 8 ranks is the limit."""
+    assert 8 * chance_wanted(MoEShape(256, 8, 8, 8, 8)) == pytest.approx(5.3, abs=0.06)
+    assert 8 * chance_wanted(MoEShape(8000, 8, 8, 8, 8)) == pytest.approx(8 * (1 - (7 / 8) ** 8), rel=1e-2)
+    assert chance_wanted(MoEShape(8, 3, 8, 8, 1)) == 1.0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64, 1000, 8192])
+def test_tiles_lie_between_full_and_one_more_each(num_tokens):
+    tiles = Workload.balanced(SHAPE, num_tokens).num_row_tiles
+    rows = num_tokens * SHAPE.top_k
+    assert rows / TILE_ROWS <= tiles * (1 + 1e-9)
+    assert tiles <= rows / TILE_ROWS + SHAPE.num_local_experts
+
+
+@pytest.mark.parametrize("launch", TUNED)
+def test_terms_add_up_and_are_positive(launch, h200):
+    found = predict(launch, WORK, h200, kernel_space(h200).launches[launch])
+    assert np.allclose(found.total_us, sum(found.terms.values()))
+    for name, term in found.terms.items():
+        assert (term >= 0).all(), name
+    # Nothing is faster than its Tensor Cores at the GPU's peak of 989 TFLOP/s.
+    products = 2 if launch in ("up", "up_grad") else 1
+    flops = 2 * WORK.num_rows * SHAPE.dim * SHAPE.hidden_dim * products
+    assert found.total_us.min() > flops / 989e6
+
+
+@pytest.mark.parametrize("launch", TUNED)
+def test_more_work_takes_longer(launch, h200):
+    for field in ("dim", "hidden_dim"):
+        larger = dataclasses.replace(SHAPE, **{field: 2 * getattr(SHAPE, field)})
+        assert total_us(launch, Workload.balanced(larger, 8192), h200) > total_us(launch, WORK, h200)
+    times = [total_us(launch, Workload.balanced(SHAPE, n), h200) for n in (256, 1024, 4096, 16384, 65536)]
+    assert times == sorted(times)
+    # Twice the work is about twice the time where the work is large: the units do not depend on size.
+    twice = total_us(launch, Workload.balanced(SHAPE, 1 << 18), h200) / total_us(
+        launch, Workload.balanced(SHAPE, 1 << 17), h200
+    )
+    assert twice == pytest.approx(2.0, rel=0.02)
+
+
+# What a larger constant does to a time: rates help, costs hurt.
+FASTER = ("gbs", "send_share", "relay_share")
+
+
+@pytest.mark.parametrize("name", constant_names())
+def test_every_constant_has_its_direction(name, h200):
+    scaled = h200.with_constants({name: 2.0 * h200.constants[name]})
+    step = name.split(".")[0] if "." in name else "up"
+    cost = name.split(".")[-1]
+    if step in TUNED:
+        candidates = kernel_space(h200, {launch: tuple(TILES) for launch in TUNED}).launches[step]
+        if name == "mark_us":
+            return
+        difference = predict(step, WORK, scaled, candidates).total_us - predict(step, WORK, h200, candidates).total_us
+    else:
+        before, after = (sum(fixed_us(step, WORK, hardware).values()) for hardware in (h200, scaled))
+        difference = np.array([after - before])
+    if cost.endswith(FASTER):
+        assert (difference <= 1e-9).all()
+        assert (difference < 0).any()
+    else:
+        assert (difference >= -1e-9).all()
+        assert (difference > 0).any()
+
+
+def test_without_peers_nothing_is_sent(h200):
+    alone = Workload.balanced(dataclasses.replace(SHAPE, ep_degree=1), 8192)
+    assert alone.num_sent == alone.num_returned == 0
+    found = predict("up", alone, h200, one_candidate("wide4", 16, 16))
+    assert found.alone["send"][0] == 0
+    assert predict("down", alone, h200, one_candidate("narrow", 2, 0)).alone["link"][0] == 0
+
+
+def test_programs_for_nothing_but_copies_cannot_run(h200):
+    assert total_us("up", WORK, h200, num_link=66, num_local=66) == np.inf
+    assert total_us("down", WORK, h200, num_link=264) == np.inf
+    assert np.isfinite(total_us("up", WORK, h200, num_link=66, num_local=65))
+
+
+def test_a_small_layer_still_takes_a_tile(h200):
+    one_token = Workload.balanced(SHAPE, 1)
+    constants = h200.constants
+    tile_us = SHAPE.dim // 64 * constants["up.wide4.step_us"] + constants["up.wide4.tile_us"]
+    assert total_us("up", one_token, h200) > tile_us
+
+
+def test_reduce_programs_use_the_bubble(h200):
+    """Where the link is the longer one, programs that are set apart reduce meanwhile."""
+    slow_link = dataclasses.replace(h200, link=Bandwidth((8,), (132,), ((50.0,),)))
+    down = paper_space(h200).launches["down"]
+
+    def time(num_reduce: int) -> float:
+        row = Candidates(*(np.array([value]) for value in (0, 8, 16, num_reduce, 8)))
+        return float(predict("down", WORK, slow_link, row, staged=True).total_us[0])
+
+    assert time(17) < time(0)
+    assert len(down) == 3 * 33 * 8
+
+
+def test_overlap():
+    assert overlap(3.0, 2.0, 0.0) == 3.0
+    assert overlap(3.0, 2.0, 1.0) == 5.0
+
+
+def test_table_between_its_points():
+    table = Bandwidth((4, 16), (8, 16), ((100.0, 200.0), (300.0, 250.0)))
+    at = table.at(np.array([0, 4, 8, 12, 16, 99, 8, 8]), np.array([4, 4, 4, 4, 4, 4, 8, 64]))
+    assert at.tolist() == [0.0, 50.0, 100.0, 150.0, 200.0, 200.0, 200.0, 300.0]
+
+
+def test_saved_hardware_is_read_back(tmp_path, h200):
+    h200.save(tmp_path / "gpu.json")
+    again = Hardware.load(tmp_path / "gpu.json")
+    assert again == h200
+    assert again.fingerprint == h200.fingerprint
+    assert again.with_constants({"flag_us": 2.0}).fingerprint != h200.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ('"num_multiprocessors": 132', '"num_multiprocessors": 0', "num_multiprocessors must be at least 1, got 0"),
+        ('"flag_us"', '"flag_ms"', "missing ['flag_us'], unknown ['flag_ms']"),
+        ('"memory_gbs": 4800.0', '"memory_gbs": -1.0', "memory_gbs must be a positive number, got -1.0"),
+        ('"name"', '"nam"', "nam"),
+        ("{", "", "JSONDecodeError"),
+    ],
+)
+def test_a_wrong_file_is_named(old, new, what, tmp_path, h200):
+    path = tmp_path / "gpu.json"
+    h200.save(path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(HardwareError, match="must be a hardware file") as caught:
+        Hardware.load(path)
+    assert str(path) in str(caught.value)
+    assert what in str(caught.value)
+
+
+def test_a_tile_that_was_never_timed_is_not_offered(h200):
+    measured = dataclasses.replace(h200, assumed=("up.wide3.step_us", "up.narrow.step_us", "flag_us"))
+    assert measured.offers("up") == ("wide4",)
+    assert measured.offers("down") == tuple(TILES)

@@ -1,0 +1,129 @@
+"""The fit: it finds the constants of a model from its own times, and says which ones the times do not decide."""
+
+import dataclasses
+import math
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from uniep.autotune.calibration import Calibration
+from uniep.autotune.cost_model import fixed_us, predict
+from uniep.autotune.fit import RESOURCES, Sample, fit
+from uniep.autotune.hardware import COMBINES, DISPATCHES, TUNED, Hardware, HardwareError, constant_names, shipped
+from uniep.autotune.search import one_candidate
+from uniep.autotune.workload import Workload
+from uniep.shapes import MoEShape
+
+ROOT = Path(__file__).parents[2]
+SHAPES = (MoEShape(128, 8, 2048, 768, 2), MoEShape(64, 6, 2048, 1408, 2), MoEShape(128, 8, 4096, 1536, 2))
+TILE = {"up": "wide4", "down_grad": "wide4", "down": "narrow", "up_grad": "narrow"}
+
+
+@pytest.fixture(scope="module")
+def h200() -> Hardware:
+    return next(iter(shipped()))
+
+
+def time_us(hardware: Hardware, shape: MoEShape, num_tokens: int, step: str, config: tuple) -> float:
+    work = Workload.balanced(shape, num_tokens)
+    if step in TUNED:
+        return float(predict(step, work, hardware, one_candidate(*config)).total_us[0])
+    return sum(fixed_us(step, work, hardware).values())
+
+
+def sample(hardware: Hardware, shape: MoEShape, num_tokens: int, step: str, config: tuple = ()) -> Sample:
+    return Sample(shape, num_tokens, step, time_us(hardware, shape, num_tokens, step, config), *config)
+
+
+def many_samples(hardware: Hardware) -> list[Sample]:
+    found = []
+    for shape, num_tokens in product(SHAPES, (1024, 8192)):
+        found += [sample(hardware, shape, num_tokens, step) for step in ("exchange", "plan", "wgrad", "scores")]
+        for launch in DISPATCHES:
+            roles = ((16, 16), (4, 16), (16, 8), (16, 64), (32, 48))
+            found += [sample(hardware, shape, num_tokens, launch, (TILE[launch], *role)) for role in roles]
+        for launch, count in product(COMBINES, (1, 4)):
+            found.append(sample(hardware, shape, num_tokens, launch, (TILE[launch], count, 0)))
+    return found
+
+
+def test_constants_are_found_from_the_models_own_times(h200):
+    generator = np.random.default_rng(1)
+    factors = np.exp(generator.uniform(-0.3, 0.3, len(constant_names())))
+    truth = h200.with_constants(
+        {name: h200.constants[name] * float(f) for name, f in zip(constant_names(), factors, strict=True)}
+    )
+    found = fit(h200, many_samples(truth))
+    assert np.abs(found.errors).max() < 2e-3
+    decisive = ["up.wide4.step_us", "down.narrow.step_us", "down_grad.wide4.step_us", "up_grad.narrow.step_us"]
+    decisive += ["wgrad.step_us", "scores.gbs", "exchange.gbs", "plan.gbs", "up.relay_share", "down_grad.relay_share"]
+    for name in decisive:
+        assert found.hardware.constants[name] == pytest.approx(truth.constants[name], rel=0.03), name
+    # Predictions where nothing was measured: another shape, another length, other roles.
+    elsewhere = MoEShape(160, 6, 5120, 1536, 2)
+    for launch, config in product(DISPATCHES, ((24, 24), (8, 40))):
+        args = (elsewhere, 16_384, launch, ("wide4", *config))
+        assert time_us(found.hardware, *args) == pytest.approx(time_us(truth, *args), rel=0.02)
+
+
+def test_noise_does_not_carry_it_away(h200):
+    generator = np.random.default_rng(2)
+    noisy = [
+        dataclasses.replace(clean, us=clean.us * float(np.exp(generator.normal(0, 0.01))))
+        for clean in many_samples(h200)
+    ]
+    found = fit(h200, noisy)
+    assert np.sqrt(np.mean(found.errors**2)) < 0.012
+    for clean in many_samples(h200):
+        args = (clean.shape, clean.num_tokens, clean.step, (clean.tile, clean.num_link, clean.num_local))
+        assert time_us(found.hardware, *args) == pytest.approx(clean.us, rel=0.02)
+
+
+def test_what_no_time_depends_on_is_assumed(h200):
+    only_up = [sample(h200, SHAPES[0], 8192, "up", ("wide4", 16, 16))]
+    found = fit(h200, only_up).hardware
+    assert "up.wide4.step_us" not in found.assumed
+    assert {"up.narrow.step_us", "down.narrow.step_us", "wgrad.step_us"} <= set(found.assumed)
+    for name in found.assumed:
+        assert found.constants[name] == pytest.approx(h200.constants[name], rel=0.05)
+
+
+def test_a_slow_link_is_told_from_a_slow_gemm(h200):
+    """Both launches of a forward, as a run sees them, with one resource slower than it was calibrated."""
+    shape, launches = SHAPES[0], {"up": ("wide4", 4, 24), "down": ("narrow", 2, 0)}
+    for resource, factor in (("link", 0.5), ("compute", 1.5)):
+        names = RESOURCES[resource]
+        truth = h200.with_constants({name: factor * h200.constants[name] for name in names})
+        samples = [sample(truth, shape, 8192, launch, config) for launch, config in launches.items()]
+        found = fit(h200, samples, groups=RESOURCES, prior=0.4)
+        assert np.abs(found.errors).max() < 0.05
+        scales = {r: found.hardware.constants[n[0]] / h200.constants[n[0]] for r, n in RESOURCES.items()}
+        most = max(scales, key=lambda r: abs(math.log(scales[r])))
+        assert most == resource, scales
+        assert found.hardware.assumed == h200.assumed
+
+
+def test_the_shipped_description_is_the_fit_of_the_kept_samples(h200):
+    """`python -m tools.calibrate --fit benchmarks/calibration_h200.samples.json` makes it."""
+    kept = Calibration.load(ROOT / "benchmarks/calibration_h200.samples.json")
+    fitted = kept.fitted()
+    assert fitted.hardware.assumed == h200.assumed
+    for name, value in h200.constants.items():
+        assert fitted.hardware.constants[name] == pytest.approx(value, rel=1e-3), name
+    assert np.abs(fitted.errors).max() < 0.1
+
+
+def test_a_calibration_is_read_back(tmp_path):
+    kept = Calibration.load(ROOT / "benchmarks/calibration_h200.samples.json")
+    kept.save(tmp_path / "again.json")
+    assert Calibration.load(tmp_path / "again.json") == kept
+    (tmp_path / "cut.json").write_text((tmp_path / "again.json").read_text()[:-50])
+    with pytest.raises(HardwareError, match=r"cut.json must be the samples of tools.calibrate"):
+        Calibration.load(tmp_path / "cut.json")
+
+
+def test_no_samples_are_refused(h200):
+    with pytest.raises(ValueError, match="samples must not be empty"):
+        fit(h200, [])

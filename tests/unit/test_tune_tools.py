@@ -1,0 +1,189 @@
+"""tools.calibrate and tools.tune without a GPU: what they make of times, and what they refuse."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import calibrate, tune, tune_report
+from tools.tune_report import Tuned
+from uniep.autotune.cost_model import fixed_us
+from uniep.autotune.fit import Sample
+from uniep.autotune.hardware import TILES, TUNED, Hardware, shipped
+from uniep.autotune.search import Choice, LaunchChoice, kernel_space, predict_choice, search
+from uniep.autotune.workload import Workload
+from uniep.shapes import MoEShape
+
+ROOT = Path(__file__).parents[2]
+SAMPLES = ROOT / "benchmarks/calibration_h200.samples.json"
+SHAPE = MoEShape(128, 8, 2048, 768, 2)
+DEFAULT = Choice({
+    launch: LaunchChoice("wide4", 16, 16, 0.0) if launch in ("up", "down_grad") else LaunchChoice("narrow", 2, 0, 0.0)
+    for launch in TUNED
+})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def h200() -> Hardware:
+    return next(iter(shipped()))
+
+
+def test_tools_say_that_they_need_gpus(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert calibrate.main([]) == 2
+    assert "a calibration needs GPUs" in capsys.readouterr().err
+    assert tune.main([]) == 2
+    assert "measuring needs GPUs, --search-only does not" in capsys.readouterr().err
+
+
+def test_unknown_shapes_are_named():
+    for main in (calibrate.main, tune.main):
+        with pytest.raises(SystemExit, match=r"--shape must be of .*qwen3-30b-a3b.*, got qwen4"):
+            main(["--shape", "qwen4"])
+
+
+def test_fit_again_from_kept_samples(tmp_path, capsys, h200):
+    assert calibrate.main(["--fit", str(SAMPLES), "--out", str(tmp_path / "gpu.json")]) == 0
+    text = capsys.readouterr().out
+    assert "up " in text
+    assert "mean error" in text
+    assert "not decided by these times, as assumed: " in text
+    assert Hardware.load(tmp_path / "gpu.json").name == h200.name
+    assert calibrate.main(["--fit", str(tmp_path / "none.json")]) == 2
+    assert "none.json must be the samples of tools.calibrate" in capsys.readouterr().err
+
+
+def test_a_calibration_times_every_tile_of_every_launch():
+    seen = {(name, one.tile) for choice in calibrate.configurations() for name, one in choice.launches.items()}
+    assert seen == {(launch, tile) for launch in TUNED for tile in TILES}
+
+
+def test_samples_of_a_measured_layer():
+    times = {"exchange": 50.0, "plan": 51.0, "up": 840.123, "down": 660.0, "rest": 1.0}
+    times |= {"down_grad": 744.0, "wgrad": 1000.0, "up_grad": 887.0, "rest_grad": 1.0}
+    found = calibrate.samples_of(SHAPE, 8192, DEFAULT, times)
+    assert Sample(SHAPE, 8192, "up", 840.12, "wide4", 16, 16) in found
+    assert Sample(SHAPE, 8192, "down", 660.0, "narrow", 2, 0) in found
+    assert Sample(SHAPE, 8192, "wgrad", 1000.0) in found
+    assert len(found) == 7
+
+
+def test_drawn_configurations_are_those_of_the_space(h200):
+    drawn = tune.draw(h200, 120)
+    assert drawn == tune.draw(h200, 120)
+    space = kernel_space(h200)
+    for launch in TUNED:
+        configs = [tune.config_of(choice.launches[launch]) for choice in drawn]
+        size = len(space.launches[launch])
+        assert len(set(configs)) == min(120, size)
+        assert {tile for tile, _, _ in configs} == set(h200.offers(launch))
+
+
+def machine(truth: Hardware, work: Workload):
+    """Times of a machine that is as described."""
+
+    def times_us(choice: Choice, num_calls: int) -> dict[str, float]:
+        found = predict_choice(work, truth, choice)
+        times = {launch: one.predicted_us for launch, one in found.launches.items()}
+        return times | {step: sum(fixed_us(step, work, truth).values()) for step in tune.FIXED_STEPS}
+
+    return times_us
+
+
+@pytest.fixture(scope="module")
+def tuned(h200) -> list[Tuned]:
+    """Two layers on a machine whose link is slower than the description's."""
+    truth = h200.with_constants({"down.narrow.link_gbs": 200.0, "up.send_share": 0.5})
+    found = []
+    for name, shape in (("small", SHAPE), ("large", MoEShape(64, 8, 7168, 2048, 2))):
+        work = Workload.balanced(shape, 8192)
+        found.append(tune.compare(name, work, h200, DEFAULT, tune.draw(h200, 60), machine(truth, work), 5))
+    return found
+
+
+def test_the_report_is_what_was_measured(tuned, h200):
+    for one in tuned:
+        for launch in TUNED:
+            assert one.chosen[launch] in one.measured_us[launch]
+            assert one.default[launch] in one.measured_us[launch]
+            assert one.measured_us[launch].keys() == one.predicted_us[launch].keys()
+    rows = tune_report.rows(tuned)
+    assert [(row["shape"], row["pass"]) for row in rows] == [
+        ("small", "forward"),
+        ("small", "backward"),
+        ("large", "forward"),
+        ("large", "backward"),
+    ]
+    for row in rows:
+        assert row["best_us"] <= row["measured_us"] + 0.1
+        assert row["best_us"] <= row["best_fixed_us"] + 0.1
+        assert row["error"] == pytest.approx(row["predicted_us"] / row["measured_us"] - 1, abs=1e-3)
+        assert row["gain_over_default"] == pytest.approx(row["default_us"] / row["measured_us"], rel=1e-3)
+    forward, backward = rows[0], rows[1]
+    assert forward["error"] < -0.01  # the link is slower than the model knows
+    assert abs(backward["error"]) < 1e-3
+    assert backward["over_best"] == 0.0
+    assert backward["launches"]["down_grad"]["rank"] == 1
+    first = tuned[0]
+    by_hand = first.fixed_us["exchange"] + first.fixed_us["plan"]
+    by_hand += sum(first.measured_us[launch][first.chosen[launch]] for launch in ("up", "down"))
+    assert forward["measured_us"] == pytest.approx(by_hand, abs=0.1)
+    summary = tune_report.summary(rows)
+    assert summary["max_abs_error"] == max(abs(row["error"]) for row in rows)
+    assert summary["gain_over_default"] > 1
+    for row in rows:
+        assert row["shape"] in tune_report.line(row)
+
+
+def test_best_fixed_is_the_best_over_all_layers(tuned):
+    fixed = tune_report.best_fixed(tuned)
+    for launch in TUNED:
+
+        def product(config, launch=launch) -> float:
+            return tuned[0].measured_us[launch][config] * tuned[1].measured_us[launch][config]
+
+        common = tuned[0].measured_us[launch].keys() & tuned[1].measured_us[launch].keys()
+        assert product(fixed[launch]) == min(map(product, common))
+
+
+def test_rank_of_a_configuration():
+    times = {("a", 1, 1): 3.0, ("a", 2, 1): 1.0, ("a", 3, 1): 2.0}
+    assert [tune_report.rank_of(times, config) for config in times] == [3, 1, 2]
+
+
+def test_plot(tuned, tmp_path):
+    tune_report.plot(tuned, tmp_path / "new" / "plot.png")
+    assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_needs_matplotlib(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert tune.main(["--search-only", "--plot", "a.png"]) == 2
+    assert "--plot must have matplotlib installed" in capsys.readouterr().err
+
+
+def test_unequal_bits_are_an_error():
+    import torch
+
+    want = [torch.ones(3) for _ in range(6)]
+    tune.check_bits(want, [one.clone() for one in want], DEFAULT)
+    got = [one.clone() for one in want]
+    got[2][1] += 1e-7
+    with pytest.raises(tune.UnequalBitsError, match="grad_scores must be those of the default configuration"):
+        tune.check_bits(want, got, DEFAULT)
+
+
+def test_search_only(capsys, h200, tmp_path):
+    assert tune.main(["--search-only", "--explain", "--shape", "qwen3-30b-a3b", "--tokens", "4096", "8192"]) == 0
+    text = capsys.readouterr().out
+    assert "search over the paper's space: median" in text
+    assert "T4096" in text
+    for term in ("until all rows lie", "compute and link", "longer of weights and scores"):
+        assert term in text
+    slow = dataclasses.replace(h200, name="slow").with_constants({"launch_us": 1000.0})
+    slow.save(tmp_path / "slow.json")
+    assert tune.main(["--search-only", "--shape", "qwen3-30b-a3b", "--hardware", str(tmp_path / "slow.json")]) == 0
+    chosen = search(Workload.balanced(SHAPE, 8192), slow, kernel_space(slow))
+    assert f"{chosen.predicted_us:9.0f} us" in capsys.readouterr().out
+    json.loads((tmp_path / "slow.json").read_text())

@@ -1,0 +1,228 @@
+"""Measures what the autotuner's model needs to know about these GPUs, and fits its constants.
+
+python -m tools.calibrate --out my_gpu.json [--ep 2] [--shape NAME ...] [--tokens T ...]
+python -m tools.calibrate --fit my_gpu.samples.json [--more FILE ...] --out my_gpu.json     # again, on any machine
+
+Starts a process a GPU. First it times copies by numbers of programs and warps, within a GPU and across the link, then
+the launches of some layers with some configurations, with balanced routing. All of it goes to OUT with the ending
+.samples.json, the fitted description to OUT, for `[uniep.tune] hardware`. It prints how far the fitted model is from
+each time.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import recipes  # noqa: F401  prepares the platform
+from recipes.backend import open_heap
+from recipes.choices import kernel_config
+from recipes.config import UniEP
+from recipes.launch_times import LayerInputs, measure_layer, warm_up
+from tools.copy_bandwidth import measure_copies, measure_memory_gbs
+from tools.start_ranks import is_rank, join_ranks, start_ranks
+from uniep.autotune.calibration import Calibration
+from uniep.autotune.fit import Fit, Sample
+from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, HardwareError
+from uniep.autotune.search import Choice, LaunchChoice
+from uniep.kernels.config import default_config
+from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
+from uniep.plan.layout import HeapLayout
+from uniep.shapes import MoEShape
+from uniep.symmetric.heap import SymmetricHeap
+
+ROOT = Path(__file__).parents[1]
+# Small and large experts, narrow and wide models: what decides a GEMM's speed.
+SHAPES = ("qwen3-30b-a3b", "deepseek-v2-lite", "qwen3-235b-a22b", "deepseek-v2")
+TOKENS = (2048, 8192)
+NUM_CALLS = 5
+# Programs of the tables, and (num_dispatch, num_relay, num_combine) that are timed.
+PROGRAMS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
+ROLES = (
+    (16, 16, 2),
+    (4, 16, 1),
+    (8, 16, 2),
+    (16, 8, 4),
+    (16, 32, 8),
+    (16, 64, 2),
+    (32, 16, 2),
+    (32, 48, 2),
+    (24, 24, 1),
+)
+
+
+def configurations() -> Iterator[Choice]:
+    """Every tile with the first roles, and the default's tiles with all of them."""
+    for tile in TILES:
+        yield _choice({launch: tile for launch in TUNED}, *ROLES[0])
+    default = {launch: "wide4" if launch in DISPATCHES else "narrow" for launch in TUNED}
+    for roles in ROLES:
+        yield _choice(default, *roles)
+
+
+def _choice(tiles: dict[str, str], num_dispatch: int, num_relay: int, num_combine: int) -> Choice:
+    dispatch, combine = (num_dispatch, num_relay), (num_combine, 0)
+    return Choice(
+        {
+            launch: LaunchChoice(tile, *(dispatch if launch in DISPATCHES else combine), predicted_us=0.0)
+            for launch, tile in tiles.items()
+        }
+    )
+
+
+def samples_of(shape: MoEShape, num_tokens: int, choice: Choice, times_us: dict[str, float]) -> list[Sample]:
+    """What one measured layer says: its launches, and the steps without a configuration."""
+    found = []
+    for step in ("exchange", "plan", "wgrad"):
+        found.append(Sample(shape, num_tokens, step, round(times_us[step], 2)))
+    for name, launch in choice.launches.items():
+        us = round(times_us[name], 2)
+        found.append(Sample(shape, num_tokens, name, us, launch.tile, launch.num_link, launch.num_local))
+    return found
+
+
+def measure(shape: MoEShape, num_tokens: int, heap: SymmetricHeap) -> list[Sample]:
+    base = default_config(heap.device)
+    inputs = LayerInputs.draw(heap, num_tokens)
+    found = []
+    for choice in configurations():
+        config = kernel_config(choice, base)
+        warm_up(inputs, heap, config, score_before_experts=False)
+        times_us, _ = measure_layer(inputs, heap, config, num_calls=NUM_CALLS, group=dist.group.WORLD)
+        found += samples_of(shape, num_tokens, choice, times_us)
+    if dots_in_kernel(num_tokens, shape.top_k, shape.dim):
+        found.append(Sample(shape, num_tokens, "scores", _score_grad_us(inputs, shape)))
+    return found
+
+
+def _score_grad_us(inputs: LayerInputs, shape: MoEShape) -> float:
+    num_tokens, dim = inputs.grad_TD.shape
+    y_TKD = torch.randn(num_tokens, shape.top_k, dim, device=inputs.grad_TD.device, dtype=torch.bfloat16)
+    grad_scores_TK = torch.empty_like(inputs.scores_TK)
+    times = []
+    for _ in range(NUM_CALLS + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        launch_score_grad(inputs.grad_TD, y_TKD, grad_scores_TK)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return round(statistics.median(times[1:]), 2)
+
+
+def named_shapes(names: list[str], ep_degree: int) -> list[MoEShape]:
+    known = {m["name"]: m for m in tomllib.loads((ROOT / "benchmarks/moe_shapes.toml").read_text())["moe"]}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"error: --shape must be of {', '.join(known)}, got {', '.join(unknown)}")
+    return [MoEShape(m["E"], m["K"], m["D"], m["F"], ep_degree) for m in (known[name] for name in names)]
+
+
+def work(options: argparse.Namespace) -> int:
+    """One rank."""
+    start = time.perf_counter()
+    device = join_ranks()
+    uniep = replace(UniEP(), symmetric_memory=options.memory)
+    shapes = named_shapes(options.shape, options.ep)
+    samples: list[Sample] = []
+    tables = None
+    for shape in shapes:
+        heap, _ = open_heap(HeapLayout(shape, max(options.tokens)), dist.group.WORLD, device, uniep)
+        with heap:
+            if tables is None:
+                programs = [n for n in PROGRAMS if n <= torch.cuda.get_device_properties(device).multi_processor_count]
+                tables = measure_copies(heap, warps=(4, 8), programs=programs)
+            for num_tokens in options.tokens:
+                samples += measure(shape, num_tokens, heap)
+            torch.cuda.synchronize()
+            dist.barrier()
+        torch.cuda.empty_cache()
+        if dist.get_rank() == 0:
+            print(f"measured {shape} at {options.tokens} tokens, {time.perf_counter() - start:.0f} s", flush=True)
+    assert tables is not None
+    memory_gbs = measure_memory_gbs(device)
+    if dist.get_rank() == 0:
+        properties = torch.cuda.get_device_properties(device)
+        measured = Calibration(
+            properties.name,
+            properties.multi_processor_count,
+            memory_gbs,
+            *tables,
+            tuple(samples),
+            source=f"python -m tools.calibrate on {options.ep} GPUs, {time.strftime('%Y-%m-%d')}",
+        )
+        measured.save(samples_path(options.out))
+        finish(measured, options.out)
+    dist.destroy_process_group()
+    return 0
+
+
+def samples_path(out: Path) -> Path:
+    return out.with_suffix(".samples.json")
+
+
+def finish(measured: Calibration, out: Path) -> None:
+    fitted = measured.fitted()
+    fitted.hardware.save(out)
+    for line in report(measured, fitted):
+        print(line)
+    print(f"{out}: for [uniep.tune] hardware")
+
+
+def report(measured: Calibration, fitted: Fit) -> list[str]:
+    """Errors of the fitted model, a line a step, and the samples that it misses most."""
+    of_step: dict[str, list[float]] = defaultdict(list)
+    for sample, error in zip(measured.samples, fitted.errors, strict=True):
+        of_step[sample.step].append(abs(error))
+    lines = [
+        f"{step:10} {len(errors):4} times, mean error {100 * statistics.fmean(errors):5.2f} %, "
+        f"largest {100 * max(errors):5.2f} %"
+        for step, errors in of_step.items()
+    ]
+    worst = sorted(zip(fitted.errors, measured.samples, strict=True), key=lambda pair: -abs(pair[0]))[:5]
+    for error, s in worst:
+        what = f"{s.step} {s.tile} {s.num_link}+{s.num_local}, {s.us:.0f} us, T = {s.num_tokens}, {s.shape}"
+        lines.append(f"  {100 * error:+6.1f} %: {what}")
+    if fitted.hardware.assumed:
+        lines.append(f"not decided by these times, as assumed: {', '.join(fitted.hardware.assumed)}")
+    return lines
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("hardware.json"), help="file to write (hardware.json)")
+    parser.add_argument("--ep", type=int, default=2, help="GPUs of a group (2)")
+    parser.add_argument("--shape", nargs="+", default=list(SHAPES), help="names of benchmarks/moe_shapes.toml")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens of a rank (2048 8192)")
+    parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
+    parser.add_argument("--fit", type=Path, help="samples of an earlier calibration: fit again, measure nothing")
+    parser.add_argument(
+        "--more", type=Path, nargs="+", default=[], help="with --fit: further samples, as of tools.tune"
+    )
+    options = parser.parse_args(argv)
+    named_shapes(options.shape, options.ep)
+    if options.fit:
+        try:
+            measured = Calibration.load(options.fit)
+            more = [sample for path in options.more for sample in Calibration.load(path).samples]
+        except HardwareError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        finish(replace(measured, samples=(*measured.samples, *more)), options.out)
+        return 0
+    if not 2 <= options.ep <= torch.cuda.device_count():
+        print(f"error: --ep must be 2 to the GPUs of this machine = {torch.cuda.device_count()}, got {options.ep}: "
+              "a calibration needs GPUs and the link between them", file=sys.stderr)  # fmt: skip
+        return 2
+    return work(options) if is_rank() else start_ranks("tools.calibrate", options.ep, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

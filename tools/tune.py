@@ -1,0 +1,298 @@
+"""Predicted against measured: the autotuner's choice among the best of many measured configurations.
+
+python -m tools.tune --shape NAME ... --ep 2 --tokens 8192 [--configs 200] [--hardware FILE] [--plot FILE.png]
+python -m tools.tune --search-only [--explain]     # without a GPU: what the model chooses, and how long it takes
+
+Starts a process a GPU. A call of the layer measures one configuration of each of its four launches at once, because
+they share nothing. The configurations are drawn from the whole space, the same for all layers, and the model's choice
+and the default are among them; these two and the best few are then measured once more, with more calls. Outputs and
+gradients of every configuration must equal the default's bit for bit. --samples keeps the times for
+`tools.calibrate --fit ... --more`.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import recipes  # noqa: F401  prepares the platform
+from recipes.backend import open_heap
+from recipes.choices import TuneError, choice_of, find_hardware, kernel_config
+from recipes.config import UniEP
+from recipes.launch_times import LayerInputs, measure_layer, warm_up
+from recipes.records import commit, versions
+from tools import tune_report
+from tools.bench_moe import Layer, layers
+from tools.calibrate import samples_of
+from tools.start_ranks import is_rank, join_ranks, start_ranks
+from tools.tune_report import Config, Tuned
+from uniep.autotune.calibration import Calibration
+from uniep.autotune.cost_model import fixed_us
+from uniep.autotune.fit import Sample
+from uniep.autotune.hardware import TILES, TUNED, Hardware, shipped
+from uniep.autotune.search import Choice, LaunchChoice, explain, kernel_space, paper_space, predict_choice, search
+from uniep.autotune.workload import Workload
+from uniep.kernels.config import default_config
+from uniep.plan.layout import HeapLayout
+
+FINALISTS = 6
+FIXED_STEPS = ("exchange", "plan", "wgrad")
+
+
+class UnequalBitsError(RuntimeError):
+    """A configuration changed a result: that must not be."""
+
+
+def draw(hardware: Hardware, count: int, seed: int = 0) -> list[Choice]:
+    """Configurations from the whole space of each launch, each of them once; all of it where it has no more."""
+    space = kernel_space(hardware)
+    generator = np.random.default_rng(seed)
+    columns = {}
+    for launch, candidates in space.launches.items():
+        order = generator.permutation(len(candidates))
+        columns[launch] = [order[index % len(order)] for index in range(count)]
+    names = tuple(TILES)
+    return [
+        Choice(
+            {
+                launch: LaunchChoice(
+                    names[space.launches[launch].tile[rows[index]]],
+                    int(space.launches[launch].num_link[rows[index]]),
+                    int(space.launches[launch].num_local[rows[index]]),
+                    predicted_us=0.0,
+                )
+                for launch, rows in columns.items()
+            }
+        )
+        for index in range(count)
+    ]
+
+
+def config_of(launch: LaunchChoice) -> Config:
+    return launch.tile, launch.num_link, launch.num_local
+
+
+def compare(
+    name: str,
+    work: Workload,
+    hardware: Hardware,
+    default: Choice,
+    drawn: list[Choice],
+    times_us: Callable[[Choice, int], dict[str, float]],
+    num_calls: int,
+) -> Tuned:
+    """Measures the model's choice, the default and what was drawn.
+
+    Args:
+        times_us: measures a configuration with a number of calls: step -> microseconds.
+    """
+    chosen = search(work, hardware, kernel_space(hardware))
+    measured: dict[str, dict[Config, float]] = {launch: {} for launch in TUNED}
+    fixed: dict[str, list[float]] = {step: [] for step in FIXED_STEPS}
+
+    def take(choice: Choice, calls: int) -> None:
+        times = times_us(choice, calls)
+        for launch, found in choice.launches.items():
+            measured[launch][config_of(found)] = times[launch]
+        for step in FIXED_STEPS:
+            fixed[step].append(times[step])
+
+    for choice in (default, chosen, *drawn):
+        take(choice, num_calls)
+    # The least of many noisy times is too small: those that matter are measured anew, with more calls.
+    best = {launch: sorted(found, key=found.__getitem__)[:FINALISTS] for launch, found in measured.items()}
+    finalists = [
+        Choice({launch: LaunchChoice(*configs[min(i, len(configs) - 1)], 0.0) for launch, configs in best.items()})
+        for i in range(FINALISTS)
+    ]
+    for choice in (*finalists, default, chosen):
+        take(choice, 4 * num_calls)
+    predicted: dict[str, dict[Config, float]] = {launch: {} for launch in TUNED}
+    for choice in (default, chosen, *drawn, *finalists):
+        for launch, found in predict_choice(work, hardware, choice).launches.items():
+            predicted[launch][config_of(found)] = found.predicted_us
+    return Tuned(
+        name,
+        work.num_tokens,
+        measured,
+        predicted,
+        {launch: config_of(found) for launch, found in chosen.launches.items()},
+        {launch: config_of(found) for launch, found in default.launches.items()},
+        {step: statistics.median(times) for step, times in fixed.items()},
+        {step: sum(fixed_us(step, work, hardware).values()) for step in FIXED_STEPS},
+    )
+
+
+def check_bits(want: list[Tensor], got: list[Tensor], choice: Choice) -> None:
+    names = ("out", "grad_x", "grad_scores", "grad_w1", "grad_w2", "grad_w3")
+    unequal = [name for name, one, other in zip(names, want, got, strict=True) if not torch.equal(one, other)]
+    if unequal:
+        raise UnequalBitsError(
+            f"{', '.join(unequal)} must be those of the default configuration, got others with {choice}"
+        )
+
+
+def tune_layer(
+    layer: Layer, hardware: Hardware, drawn: list[Choice], options: argparse.Namespace, device: torch.device
+) -> tuple[Tuned, list[Sample]]:
+    """One layer on this rank; all ranks make the same calls."""
+    uniep = replace(UniEP(), symmetric_memory=options.memory)
+    heap, _ = open_heap(HeapLayout(layer.shape, layer.num_tokens), dist.group.WORLD, device, uniep)
+    samples: list[Sample] = []
+    base = default_config(device)
+    compiled: set[tuple[str, ...]] = set()
+    want: list[Tensor] = []
+    with heap:
+        inputs = LayerInputs.draw(heap, layer.num_tokens)
+
+        def times_us(choice: Choice, num_calls: int) -> dict[str, float]:
+            config = kernel_config(choice, base)
+            tiles = tuple(launch.tile for launch in choice.launches.values())
+            if tiles not in compiled:
+                compiled.add(tiles)
+                warm_up(inputs, heap, config, score_before_experts=False)
+            times, results = measure_layer(inputs, heap, config, num_calls=num_calls, group=dist.group.WORLD)
+            if not want:
+                want.extend(results)  # of the default, which comes first
+            check_bits(want, results, choice)
+            samples.extend(samples_of(layer.shape, layer.num_tokens, choice, times))
+            return times
+
+        work = Workload.balanced(layer.shape, layer.num_tokens)
+        found = compare(layer.name, work, hardware, choice_of(base), drawn, times_us, options.calls)
+        torch.cuda.synchronize()
+        dist.barrier()
+    return found, samples
+
+
+def work_on_rank(options: argparse.Namespace, argv: list[str]) -> int:
+    device = join_ranks()
+    try:
+        hardware = find_hardware(options.hardware, torch.cuda.get_device_name(device))
+    except TuneError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    drawn = draw(hardware, options.configs)
+    tuned: list[Tuned] = []
+    samples: list[Sample] = []
+    start = time.perf_counter()
+    for layer in all_layers(options):
+        found, more = tune_layer(layer, hardware, drawn, options, device)
+        tuned.append(found)
+        samples += more
+        torch.cuda.empty_cache()
+        if dist.get_rank() == 0:
+            for row in tune_report.rows([found]):
+                print(tune_report.line(row), flush=True)
+            print(f"  {time.perf_counter() - start:.0f} s", flush=True)
+            write(options, argv, hardware, tuned, samples)
+    if dist.get_rank() == 0:
+        print(json.dumps(tune_report.summary(tune_report.rows(tuned))))
+    dist.destroy_process_group()
+    return 0
+
+
+def write(
+    options: argparse.Namespace, argv: list[str], hardware: Hardware, tuned: list[Tuned], samples: list[Sample]
+) -> None:
+    rows = tune_report.rows(tuned)
+    record: dict[str, Any] = {
+        "summary": tune_report.summary(rows),
+        "best_fixed": {launch: list(config) for launch, config in tune_report.best_fixed(tuned).items()},
+        "rows": rows,
+        "hardware": {"source": hardware.source, "fingerprint": hardware.fingerprint},
+        "gpu": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "commit": commit(),
+        "command": "python -m tools.tune " + " ".join(argv),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        tune_report.plot(tuned, options.plot)
+    if options.samples:
+        Calibration(
+            hardware.name,
+            hardware.num_multiprocessors,
+            hardware.memory_gbs,
+            hardware.link,
+            hardware.copy,
+            tuple(samples),
+            record["command"],
+        ).save(options.samples)
+
+
+def all_layers(options: argparse.Namespace) -> list[Layer]:
+    return [
+        layer
+        for num_tokens in options.tokens
+        for layer in layers(argparse.Namespace(**{**vars(options), "tokens": num_tokens}))
+    ]
+
+
+def search_only(options: argparse.Namespace) -> int:
+    """What the model chooses, and the time of a search on this CPU."""
+    hardware = Hardware.load(Path(options.hardware)) if options.hardware else next(iter(shipped()))
+    print(f"{hardware.name}: {hardware.source}")
+    spaces = {"our kernels": kernel_space(hardware), "the paper's space": paper_space(hardware)}
+    times: dict[str, list[float]] = {name: [] for name in spaces}
+    for layer in all_layers(options):
+        work = Workload.balanced(layer.shape, layer.num_tokens)
+        for name, space in spaces.items():
+            for _ in range(5):
+                start = time.perf_counter()
+                search(work, hardware, space)
+                times[name].append(1e3 * (time.perf_counter() - start))
+        choice = search(work, hardware, spaces["our kernels"])
+        chosen = ", ".join(f"{name} {'+'.join(map(str, config_of(one)))}" for name, one in choice.launches.items())
+        print(f"{layer.name:22} T{layer.num_tokens:<6} {choice.predicted_us:9.0f} us  {chosen}")
+        if options.explain:
+            print("\n".join("    " + text for text in explain(work, hardware, choice)))
+    for name, found in times.items():
+        print(f"search over {name}: median {statistics.median(found):.2f} ms, largest {max(found):.2f} ms")
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ep", type=int, default=2, help="expert-parallel ranks, a GPU each (2)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens of a rank (8192)")
+    parser.add_argument("--shape", nargs="+", help="names of benchmarks/moe_shapes.toml; without it all")
+    parser.add_argument("--experts", type=int, help="cut the shapes to this many experts")
+    parser.add_argument("--configs", type=int, default=200, help="configurations to measure of each launch (200)")
+    parser.add_argument("--calls", type=int, default=5, help="timed calls of a configuration (5)")
+    parser.add_argument("--hardware", help="a file of tools.calibrate; without it the package's own")
+    parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/tune_ep2.json"), help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help="PNG of predicted against measured to write")
+    parser.add_argument("--samples", type=Path, help="keep all times for tools.calibrate --fit FILE --more")
+    parser.add_argument("--search-only", action="store_true", help="ask the model only; needs no GPU")
+    parser.add_argument("--explain", action="store_true", help="with --search-only: every term")
+    options = parser.parse_args(argv)
+    all_layers(options)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        print("error: --plot must have matplotlib installed: pip install -e .[plot]", file=sys.stderr)
+        return 2
+    if options.search_only:
+        return search_only(options)
+    if torch.cuda.device_count() < options.ep:
+        print(f"error: --ep must be at most the GPUs of this machine = {torch.cuda.device_count()}, got {options.ep}: "
+              "measuring needs GPUs, --search-only does not", file=sys.stderr)  # fmt: skip
+        return 2
+    return work_on_rank(options, argv) if is_rank() else start_ranks("tools.tune", options.ep, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

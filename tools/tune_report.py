@@ -1,0 +1,159 @@
+"""What measured configurations say about the autotuner: errors, ranks, gains, a plot. Functions of the times alone."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uniep.autotune.cost_model import BACKWARD, FORWARD
+from uniep.autotune.hardware import TUNED
+
+# tile, num_link, num_local of a launch.
+Config = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One layer with one number of tokens.
+
+    Attributes:
+        shape: its name.
+        num_tokens: T of a rank.
+        measured_us: launch -> configuration -> measured time.
+        predicted_us: the same by the model.
+        chosen, default: launch -> the model's choice, and the un-tuned configuration; both are among the measured.
+        fixed_us: measured time of the steps without a configuration; predicted_fixed_us: the same by the model.
+    """
+
+    shape: str
+    num_tokens: int
+    measured_us: Mapping[str, Mapping[Config, float]]
+    predicted_us: Mapping[str, Mapping[Config, float]]
+    chosen: Mapping[str, Config]
+    default: Mapping[str, Config]
+    fixed_us: Mapping[str, float]
+    predicted_fixed_us: Mapping[str, float]
+
+
+def best_fixed(tuned: Sequence[Tuned]) -> dict[str, Config]:
+    """launch -> of the configurations that were measured everywhere, the one with the least geometric mean of times."""
+    found = {}
+    for launch in TUNED:
+        common = set.intersection(*(set(one.measured_us[launch]) for one in tuned))
+
+        def mean(config: Config, launch: str = launch) -> float:
+            return statistics.fmean(math.log(one.measured_us[launch][config]) for one in tuned)
+
+        found[launch] = min(sorted(common), key=mean)
+    return found
+
+
+def rows(tuned: Sequence[Tuned]) -> list[dict[str, Any]]:
+    """A row for each layer, number of tokens and pass. The best of a pass is made of the best of each launch, which
+    share nothing."""
+    fixed = best_fixed(tuned)
+    return [
+        _row(one, which, steps, fixed)
+        for one in tuned
+        for which, steps in (("forward", FORWARD), ("backward", BACKWARD))
+    ]
+
+
+def _row(one: Tuned, which: str, steps: Sequence[str], fixed: Mapping[str, Config]) -> dict[str, Any]:
+    launches = [step for step in steps if step in TUNED]
+    rest = [step for step in steps if step not in TUNED]
+    base_us = sum(one.fixed_us[step] for step in rest)
+
+    def total_us(configs: Mapping[str, Config]) -> float:
+        return base_us + sum(one.measured_us[launch][configs[launch]] for launch in launches)
+
+    best = {launch: min(one.measured_us[launch], key=one.measured_us[launch].__getitem__) for launch in launches}
+    predicted_us = sum(one.predicted_fixed_us[step] for step in rest)
+    predicted_us += sum(one.predicted_us[launch][one.chosen[launch]] for launch in launches)
+    chosen_us, best_us = total_us(one.chosen), total_us(best)
+    return {
+        "shape": one.shape,
+        "tokens": one.num_tokens,
+        "pass": which,
+        "predicted_us": round(predicted_us, 1),
+        "measured_us": round(chosen_us, 1),
+        "error": round(predicted_us / chosen_us - 1, 4),
+        "best_us": round(best_us, 1),
+        "over_best": round(chosen_us / best_us - 1, 4),
+        "default_us": round(total_us(one.default), 1),
+        "gain_over_default": round(total_us(one.default) / chosen_us, 4),
+        "best_fixed_us": round(total_us(fixed), 1),
+        "gain_over_best_fixed": round(total_us(fixed) / chosen_us, 4),
+        "launches": {
+            launch: {
+                "chosen": list(one.chosen[launch]),
+                "predicted_us": round(one.predicted_us[launch][one.chosen[launch]], 1),
+                "measured_us": round(one.measured_us[launch][one.chosen[launch]], 1),
+                "best": list(best[launch]),
+                "best_us": round(one.measured_us[launch][best[launch]], 1),
+                "rank": rank_of(one.measured_us[launch], one.chosen[launch]),
+                "measured": len(one.measured_us[launch]),
+            }
+            for launch in launches
+        },
+    }
+
+
+def rank_of(measured_us: Mapping[Config, float], config: Config) -> int:
+    """1 for the fastest."""
+    return 1 + sum(us < measured_us[config] for us in measured_us.values())
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Over all rows; the geometric means of the gains."""
+    errors = [abs(row["error"]) for row in found]
+    return {
+        "mean_abs_error": round(statistics.fmean(errors), 4),
+        "max_abs_error": round(max(errors), 4),
+        "max_over_best": max(row["over_best"] for row in found),
+        "gain_over_default": round(statistics.geometric_mean(row["gain_over_default"] for row in found), 4),
+        "gain_over_best_fixed": round(statistics.geometric_mean(row["gain_over_best_fixed"] for row in found), 4),
+    }
+
+
+def line(row: Mapping[str, Any]) -> str:
+    ranks = ", ".join(
+        f"{name} {'+'.join(str(part) for part in launch['chosen'])} is {launch['rank']} of {launch['measured']}"
+        for name, launch in row["launches"].items()
+    )
+    return (
+        f"{row['shape']:22} T{row['tokens']:<6} {row['pass']:8} predicted {row['predicted_us']:8.0f}  measured "
+        f"{row['measured_us']:8.0f} us ({100 * row['error']:+5.1f} %)  best {row['best_us']:8.0f} "
+        f"(+{100 * row['over_best']:.1f} %)  default x{row['gain_over_default']:.3f}  "
+        f"best fixed x{row['gain_over_best_fixed']:.3f}  {ranks}"
+    )
+
+
+def plot(tuned: Sequence[Tuned], path: Path) -> None:
+    """Predicted against measured times of every configuration, a panel a launch; the chosen ones stand out."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    for axes, launch in zip(figure.subplots(2, 2).flat, TUNED, strict=True):
+        for one in tuned:
+            configs = list(one.measured_us[launch])
+            measured = [one.measured_us[launch][config] / 1e3 for config in configs]
+            predicted = [one.predicted_us[launch][config] / 1e3 for config in configs]
+            axes.scatter(measured, predicted, s=6, alpha=0.4, label=f"{one.shape}, {one.num_tokens}")
+            chosen = one.chosen[launch]
+            axes.scatter(
+                one.measured_us[launch][chosen] / 1e3,
+                one.predicted_us[launch][chosen] / 1e3,
+                s=40,
+                marker="x",
+                c="black",
+            )
+        ends = [limit for limits in (axes.get_xlim(), axes.get_ylim()) for limit in limits if limit > 0]
+        axes.plot([min(ends), max(ends)], [min(ends), max(ends)], lw=0.8, c="grey")
+        axes.set(title=launch, xlabel="measured, ms", ylabel="predicted, ms", xscale="log", yscale="log")
+    if len(tuned) <= 12:
+        figure.axes[0].legend(fontsize=6)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,284 @@
+"""The predicted time of a launch, in microseconds, for many configurations at once. docs/autotuner.md has the formulas.
+
+Bytes over GB/s are nanoseconds; every bandwidth is turned into bytes a microsecond where it is looked up.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from uniep.autotune.hardware import DISPATCHES, TILES, Floats, Hardware, Ints
+from uniep.autotune.workload import TILE_ROWS, Workload
+
+_BYTES = 2  # of a bf16 element
+_BYTES_PER_US = 1e3  # of 1 GB/s
+# Rows that the dispatch sends behind one fence: uniep.kernels.copy_shape.
+_CHUNK_TOKENS = 32
+# Columns, rows and rows a step of a tile of the weight gradients: uniep.kernels.wgrad.
+_WGRAD_F, _WGRAD_D, _WGRAD_STEP = 128, 256, 32
+# Programs that end one after another leave, on average, half a tile's time at the end.
+_TAIL_TILES = 0.5
+
+# The steps of a layer that take time, in their order. "wgrad" holds the gradient of the scores, which runs beside it.
+FORWARD = ("exchange", "plan", "up", "down")
+BACKWARD = ("down_grad", "wgrad", "up_grad")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Configurations of one launch, a column an attribute, all of one length.
+
+    Attributes:
+        tile: index into TILES.
+        num_warps: of a program.
+        num_link: programs that begin with the link: num_dispatch, or num_combine.
+        num_local: programs that begin with local copies: num_relay, or those that are set apart for reducing (our
+            kernels set none apart: 0).
+        shared: what all launches of a configuration must have in common; equal numbers go together.
+    """
+
+    tile: Ints
+    num_warps: Ints
+    num_link: Ints
+    num_local: Ints
+    shared: Ints
+
+    def __len__(self) -> int:
+        return len(self.tile)
+
+    def take(self, rows: Ints) -> "Candidates":
+        return Candidates(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Microseconds of each candidate.
+
+    Attributes:
+        terms: name -> what it adds. The sum is the launch's time; infinite where a configuration cannot run.
+        alone: name -> what a resource would need by itself, beside the others. For people to read.
+    """
+
+    terms: Mapping[str, Floats]
+    alone: Mapping[str, Floats]
+
+    @property
+    def total_us(self) -> Floats:
+        return np.add.reduce(list(self.terms.values()))
+
+
+def overlap(first: Floats | float, second: Floats | float, share: Floats | float) -> Floats:
+    """Two things beside each other: the longer, and the share of the shorter that nothing hides."""
+    return np.maximum(first, second) + share * np.minimum(first, second)
+
+
+def predict(
+    launch: str, work: Workload, hardware: Hardware, candidates: Candidates, *, staged: bool = False
+) -> Prediction:
+    """Args:
+    launch: one of TUNED.
+    staged: combine sends rows through num_link programs instead of straight from the GEMM's epilogue.
+    """
+    if launch in DISPATCHES:
+        return _dispatch(launch, work, hardware, candidates)
+    return _combine(launch, work, hardware, candidates, staged)
+
+
+@dataclass(frozen=True)
+class _Gemm:
+    """The grouped GEMM of a launch for each candidate: tiles, programs of the launch, and tiles that one program
+    finishes a microsecond while all are busy."""
+
+    num_tiles: Floats
+    num_programs: Ints
+    tiles_per_us: Floats
+
+    def alone_us(self, num_programs: Ints) -> Floats:
+        """Infinite without a program."""
+        with np.errstate(divide="ignore"):
+            return self.num_tiles / (num_programs * self.tiles_per_us)
+
+
+def _gemm(
+    launch: str, work: Workload, hardware: Hardware, candidates: Candidates, out_cols: int, depth: int, io_bytes: float
+) -> _Gemm:
+    """io_bytes: what the launch must read and write at least, operands and results."""
+    block_n, block_k, occupancy = (
+        np.array([getattr(tile, what) for tile in TILES.values()], dtype=float)
+        for what in ("block_n", "block_k", "occupancy")
+    )
+    num_tiles = work.num_row_tiles * np.ceil(out_cols / block_n)
+    tile_us = np.ceil(depth / block_k) * hardware.of_tiles(launch, "step_us") + hardware.of_tiles(launch, "tile_us")
+    # The device memory serves the tiles meanwhile.
+    compute_us = num_tiles * tile_us / hardware.num_multiprocessors
+    memory_us = io_bytes / (hardware.memory_gbs * _BYTES_PER_US)
+    tile_us = tile_us * overlap(compute_us, memory_us, hardware.constants[f"{launch}.memory_share"]) / compute_us
+    # tile_us is a multiprocessor's time: of two programs on it, each takes twice as long.
+    tiles_per_us = 1.0 / (tile_us * occupancy)
+    num_programs = hardware.num_multiprocessors * occupancy.astype(np.int64)
+    return _Gemm(num_tiles[candidates.tile], num_programs[candidates.tile], tiles_per_us[candidates.tile])
+
+
+def _dispatch(launch: str, work: Workload, hardware: Hardware, candidates: Candidates) -> Prediction:
+    shape, constants = work.shape, hardware.constants
+    dim, hidden_dim, rows = shape.dim, shape.hidden_dim, work.num_rows
+    weights = shape.num_local_experts * dim * hidden_dim
+    if launch == "up":
+        # g and u side by side; x is read, g, u and h are written.
+        gemm = _gemm(
+            launch, work, hardware, candidates, 2 * hidden_dim, dim,
+            _BYTES * (rows * (dim + 3 * hidden_dim) + 2 * weights),
+        )  # fmt: skip
+    else:
+        # grad_y, g and u are read; grad_g, grad_u and h are written.
+        gemm = _gemm(
+            launch, work, hardware, candidates, hidden_dim, dim, _BYTES * (rows * (dim + 5 * hidden_dim) + weights)
+        )
+    num_link, num_local = candidates.num_link, candidates.num_local
+    row_bytes = dim * _BYTES
+
+    def relay_rate(num_programs: Ints) -> Floats:
+        return constants[f"{launch}.relay_share"] * _BYTES_PER_US * hardware.copy.at(num_programs, candidates.num_warps)
+
+    link_rate = constants[f"{launch}.send_share"] * _BYTES_PER_US * hardware.link.at(num_link, candidates.num_warps)
+    send_us = work.num_sent * row_bytes / link_rate
+    early_rate, late_rate = relay_rate(num_local), relay_rate(num_local + num_link)
+    relay_bytes = 2 * rows * row_bytes
+    relay_tile_us = 2 * TILE_ROWS * row_bytes * num_local / early_rate
+    # A rank's first rows: one chunk of each sender, its flag, one tile of each relay.
+    chunk_us = _CHUNK_TOKENS * row_bytes * num_link / link_rate + constants["flag_us"] if work.num_sent else 0.0
+    first_us = np.minimum(chunk_us, send_us) + relay_tile_us
+    # Relaying: with num_local programs while others send, then with both; never done before the last rows are there.
+    share_at_send = np.minimum(early_rate * send_us / relay_bytes, 1.0)
+    ready_us = np.maximum(send_us + (1.0 - share_at_send) * relay_bytes / late_rate, first_us)
+    # Computing: what is ready, at most what the remaining programs can do. Of a queue with a constant server, what is
+    # done by the end is the least over the corners of what came: all of it, or busy since a corner.
+    computing = (gemm.num_programs - num_link - num_local) * gemm.tiles_per_us
+    done = np.minimum(
+        gemm.num_tiles,
+        np.minimum(
+            share_at_send * gemm.num_tiles + computing * np.maximum(ready_us - np.maximum(send_us, first_us), 0.0),
+            computing * (ready_us - first_us),
+        ),
+    )
+    after_us = (gemm.num_tiles - done) / (gemm.num_programs * gemm.tiles_per_us)
+    return Prediction(
+        {
+            "launch": np.full(len(candidates), constants["launch_us"]),
+            "until all rows lie": np.where(computing > 0, ready_us, np.inf),
+            "compute after": after_us,
+            # The last rows still need a whole tile.
+            "tail": np.maximum(_TAIL_TILES / gemm.tiles_per_us, 1.0 / gemm.tiles_per_us - after_us),
+        },
+        {
+            "send": send_us,
+            "relay": relay_bytes / late_rate,
+            "first rows": first_us,
+            "compute": gemm.alone_us(gemm.num_programs),
+        },
+    )
+
+
+def _combine(launch: str, work: Workload, hardware: Hardware, candidates: Candidates, staged: bool) -> Prediction:
+    shape, constants = work.shape, hardware.constants
+    dim, hidden_dim, rows = shape.dim, shape.hidden_dim, work.num_rows
+    num_products = 1 if launch == "down" else 2
+    weights = num_products * shape.num_local_experts * dim * hidden_dim
+    gemm = _gemm(
+        launch, work, hardware, candidates, dim, num_products * hidden_dim,
+        _BYTES * (rows * (num_products * hidden_dim + dim) + weights),
+    )  # fmt: skip
+    num_link, num_local = candidates.num_link, candidates.num_local
+    computing = gemm.num_programs - num_link - num_local
+    compute_us = np.maximum(gemm.alone_us(np.maximum(computing, 0)), (1.0 - _TAIL_TILES) / gemm.tiles_per_us)
+    link_bytes = work.num_returned * dim * _BYTES
+    if staged:
+        link_us = link_bytes / (_BYTES_PER_US * hardware.link.at(num_link, candidates.num_warps))
+        both_us = overlap(compute_us, link_us, 0.0)
+    else:
+        link_us = link_bytes / (_BYTES_PER_US * hardware.of_tiles(launch, "link_gbs")[candidates.tile])
+        both_us = overlap(compute_us, link_us, hardware.of_tiles(launch, "link_share")[candidates.tile])
+    # Row tiles whose marks the num_link programs have not yet looked at when the others come to help.
+    unseen = np.maximum(work.num_row_tiles - num_link * both_us / constants["mark_us"], 0.0)
+    # T*K rows are read, in the forward also kept; T are written.
+    copies = 2 if launch == "down" else 1
+    reduce_bytes = work.num_tokens * (copies * shape.top_k + 1) * dim * _BYTES
+    # Programs set apart for it reduce while the GEMM waits for the link, or the link for the GEMM.
+    with np.errstate(invalid="ignore"):
+        bubble_us = np.abs(compute_us - link_us) if work.num_returned else np.zeros(len(candidates))
+        early_bytes = np.where(
+            num_local > 0, hardware.copy.at(num_local, candidates.num_warps) * _BYTES_PER_US * bubble_us, 0.0
+        )
+    late_bytes = np.maximum(reduce_bytes - early_bytes, 0.0)
+    return Prediction(
+        {
+            "launch": np.full(len(candidates), constants["launch_us"]),
+            "compute and link": np.where(computing > 0, both_us, np.inf),
+            "tail": _TAIL_TILES / gemm.tiles_per_us,
+            "marks": (unseen / gemm.num_programs + 1.0) * constants["mark_us"],
+            "flags": np.full(len(candidates), constants["flag_us"]),
+            "reduce": late_bytes / (_BYTES_PER_US * constants[f"{launch}.reduce_gbs"]),
+        },
+        {
+            "compute": gemm.alone_us(gemm.num_programs),
+            "link": np.broadcast_to(link_us, (len(candidates),)),
+            "reduce": np.full(len(candidates), reduce_bytes / (_BYTES_PER_US * constants[f"{launch}.reduce_gbs"])),
+        },
+    )
+
+
+def fixed_us(step: str, work: Workload, hardware: Hardware) -> Mapping[str, float]:
+    """The terms of a step without a configuration: "exchange", "plan", "wgrad", or "scores", the part of wgrad that is
+    the gradient of the scores. The sum is its time."""
+    return _FIXED[step](work, hardware)
+
+
+def _exchange(work: Workload, hardware: Hardware) -> dict[str, float]:
+    # Ids and scores, 4 bytes each, to every rank.
+    sent_bytes = 8 * work.num_tokens * work.shape.top_k * work.shape.ep_degree
+    constants = hardware.constants
+    return {
+        "launch": constants["exchange.fixed_us"],
+        "send": sent_bytes / (_BYTES_PER_US * constants["exchange.gbs"]),
+    }
+
+
+def _plan(work: Workload, hardware: Hardware) -> dict[str, float]:
+    # Three passes over the ids of all ranks, and a copy of their scores.
+    read_bytes = 20 * work.num_tokens * work.shape.top_k * work.shape.ep_degree
+    constants = hardware.constants
+    return {"launches": constants["plan.fixed_us"], "passes": read_bytes / (_BYTES_PER_US * constants["plan.gbs"])}
+
+
+def _wgrad(work: Workload, hardware: Hardware) -> dict[str, float]:
+    shape, constants = work.shape, hardware.constants
+    dim, hidden_dim, num_local = shape.dim, shape.hidden_dim, shape.num_local_experts
+    num_tiles = 3 * num_local * -(-hidden_dim // _WGRAD_F) * -(-dim // _WGRAD_D)
+    # An expert's last step is half empty on average.
+    num_steps = work.num_rows / num_local / _WGRAD_STEP + 0.5
+    tile_us = num_steps * constants["wgrad.step_us"] + constants["wgrad.tile_us"]
+    compute_us = num_tiles * tile_us / hardware.num_multiprocessors
+    io_bytes = _BYTES * (work.num_rows * (2 * dim + 3 * hidden_dim) + 3 * num_local * dim * hidden_dim)
+    memory_us = io_bytes / (_BYTES_PER_US * hardware.memory_gbs)
+    weights_us = float(overlap(compute_us, memory_us, constants["wgrad.memory_share"])) + _TAIL_TILES * tile_us
+    scores_us = sum(_scores(work, hardware).values())
+    return {
+        "launch": constants["launch_us"],
+        "longer of weights and scores": max(weights_us, scores_us),
+        "not hidden of the shorter": constants["wgrad.scores_share"] * min(weights_us, scores_us),
+    }
+
+
+def _scores(work: Workload, hardware: Hardware) -> dict[str, float]:
+    read_bytes = _BYTES * work.num_tokens * (work.shape.top_k + 1) * work.shape.dim
+    constants = hardware.constants
+    return {"launch": constants["launch_us"], "read": read_bytes / (_BYTES_PER_US * constants["scores.gbs"])}
+
+
+_FIXED: dict[str, Callable[[Workload, Hardware], dict[str, float]]] = {
+    "exchange": _exchange,
+    "plan": _plan,
+    "wgrad": _wgrad,
+    "scores": _scores,
+}

@@ -1,0 +1,184 @@
+"""What the cost model knows about a GPU and its links: tables and constants, read from and written to JSON.
+
+`h200.json` beside this file is the one that comes with the package. `python -m tools.calibrate` writes one for any GPU.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+DISPATCHES = ("up", "down_grad")
+COMBINES = ("down", "up_grad")
+# The launches that have a configuration, in the order in which they run.
+TUNED = ("up", "down", "down_grad", "up_grad")
+
+
+class HardwareError(ValueError):
+    """A description that cannot be used; the text names the file, the rule and the value."""
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """A measured table: GB/s (1e9 bytes a second) that some programs reach together.
+
+    Attributes:
+        num_warps: of a program, ascending, a row of the table each.
+        num_programs: ascending, a column of the table each. One program a multiprocessor.
+        gbs: [num_warps, num_programs].
+    """
+
+    num_warps: tuple[int, ...]
+    num_programs: tuple[int, ...]
+    gbs: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        table = np.asarray(self.gbs, dtype=float)
+        size = (len(self.num_warps), len(self.num_programs))
+        if table.shape != size or not table.size or not np.isfinite(table).all() or table.min() <= 0:
+            raise HardwareError(f"gbs must be {size[0]} x {size[1]} positive numbers, got {self.gbs}")
+        for what in ("num_warps", "num_programs"):
+            counts = getattr(self, what)
+            if any(low >= high for low, high in zip((0, *counts), counts, strict=False)):
+                raise HardwareError(f"{what} must ascend from 1, got {counts}")
+
+    def at(self, num_programs: Ints, num_warps: Ints) -> Floats:
+        """GB/s, between the measured points by straight lines (over the logarithm of the warps), from 0 for no program;
+        constant past the ends."""
+        found = np.empty(np.broadcast(num_programs, num_warps).shape)
+        for warps in np.unique(num_warps):
+            here = num_warps == warps
+            found[here] = np.interp(num_programs[here], (0, *self.num_programs), (0.0, *self._row(int(warps))))
+        return found
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Bandwidth":
+        gbs = tuple(tuple(row) for row in values["gbs"])
+        return Bandwidth(tuple(values["num_warps"]), tuple(values["num_programs"]), gbs)
+
+    def _row(self, num_warps: int) -> Floats:
+        table = np.asarray(self.gbs, dtype=float)
+        logs = np.log2(np.asarray(self.num_warps, dtype=float))
+        return np.array([np.interp(np.log2(num_warps), logs, column) for column in table.T])
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A variant of a launch's code: what must be compiled anew. The names are TileConfig's."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    occupancy: int
+
+
+# Rows of a tile are 128 in all of them.
+TILES = {
+    "wide4": Tile(block_n=256, block_k=64, num_warps=8, num_stages=4, occupancy=1),
+    "wide3": Tile(block_n=256, block_k=64, num_warps=8, num_stages=3, occupancy=1),
+    "narrow": Tile(block_n=128, block_k=64, num_warps=4, num_stages=3, occupancy=2),
+}
+
+
+def constant_names() -> tuple[str, ...]:
+    """All constants of the model. Units stand in the names; `share` is a number without a unit."""
+    names = ["launch_us", "flag_us", "mark_us"]
+    names += ["exchange.fixed_us", "exchange.gbs", "plan.fixed_us", "plan.gbs", "scores.gbs"]
+    names += ["wgrad.step_us", "wgrad.tile_us", "wgrad.memory_share", "wgrad.scores_share"]
+    for launch in TUNED:
+        names += [f"{launch}.{tile}.{cost}" for tile in TILES for cost in ("step_us", "tile_us")]
+        names.append(f"{launch}.memory_share")
+    for launch in DISPATCHES:
+        names += [f"{launch}.send_share", f"{launch}.relay_share"]
+    for launch in COMBINES:
+        names += [f"{launch}.{tile}.{cost}" for tile in TILES for cost in ("link_gbs", "link_share")]
+        names.append(f"{launch}.reduce_gbs")
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU and its link to the others of its group.
+
+    Attributes:
+        name: as torch.cuda.get_device_name says.
+        num_multiprocessors: of one GPU.
+        memory_gbs: of the device memory, reads and writes together, in GB/s.
+        link: programs that write into a peer's memory.
+        copy: programs that copy within the device memory, reads and writes together.
+        constants: see constant_names, and docs/autotuner.md for what each means.
+        assumed: names of constants that no measurement decided.
+        source: where all of this comes from.
+    """
+
+    name: str
+    num_multiprocessors: int
+    memory_gbs: float
+    link: Bandwidth
+    copy: Bandwidth
+    constants: Mapping[str, float]
+    assumed: tuple[str, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_multiprocessors < 1:
+            raise HardwareError(f"num_multiprocessors must be at least 1, got {self.num_multiprocessors}")
+        names = set(constant_names())
+        if names != set(self.constants):
+            missing, unknown = sorted(names - set(self.constants)), sorted(set(self.constants) - names)
+            raise HardwareError(f"constants must be those of the model, got missing {missing}, unknown {unknown}")
+        for name, value in {"memory_gbs": self.memory_gbs, **self.constants}.items():
+            if not 0.0 < value < float("inf"):
+                raise HardwareError(f"{name} must be a positive number, got {value}")
+
+    def of_tiles(self, launch: str, cost: str) -> Floats:
+        """A constant of each tile, in the order of TILES."""
+        return np.array([self.constants[f"{launch}.{tile}.{cost}"] for tile in TILES])
+
+    def offers(self, launch: str) -> tuple[str, ...]:
+        """The tiles that a search may choose for a launch: those that were timed in it."""
+        return tuple(tile for tile in TILES if f"{launch}.{tile}.step_us" not in self.assumed)
+
+    def with_constants(self, constants: Mapping[str, float]) -> "Hardware":
+        return replace(self, constants={**self.constants, **constants})
+
+    @property
+    def fingerprint(self) -> str:
+        """A short name of the exact content."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> "Hardware":
+        """
+        Raises:
+            HardwareError: there is no such file, or it is no description.
+        """
+        try:
+            return _from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise HardwareError(f"{path} must be a hardware file of tools.calibrate, got {error!r}") from error
+
+
+def shipped() -> Iterable[Hardware]:
+    """The descriptions that come with the package."""
+    for file in resources.files("uniep.autotune").iterdir():
+        if file.name.endswith(".json"):
+            yield _from_json(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _from_json(values: dict[str, Any]) -> Hardware:
+    tables = {what: Bandwidth.from_json(values[what]) for what in ("link", "copy")}
+    return Hardware(**{**values, **tables, "assumed": tuple(values.get("assumed", ()))})
