@@ -85,6 +85,7 @@ def open_backend(
     ep_mesh: DeviceMesh | None,
     options: UniEP,
     score_before_experts: bool = False,
+    num_layers_waiting: int = 1,
     switches: Mapping[str, Any] | None = None,
 ) -> RoutedBackend:
     """Opens a backend for all MoE layers of a shape.
@@ -94,6 +95,8 @@ def open_backend(
         ep_mesh: the expert-parallel ranks, or None for one.
         options: the [uniep] section.
         score_before_experts: the model's; the tuner compiles for it.
+        num_layers_waiting: layers whose forward has run and whose backward has not, at most; their returned rows can
+            stay in the symmetric memory, those of any more are copied.
         switches: for measuring, fields of KernelConfig and HeapLayout to set.
 
     Raises:
@@ -106,7 +109,13 @@ def open_backend(
         return RoutedBackend(name, functools.partial(reference_moe, group=group), facts)
     device = torch.device("cuda", torch.cuda.current_device())
     settings = dict(switches or {})
-    layout = HeapLayout(shape, max_tokens, copy_per_expert=settings.pop("copy_per_expert", False))
+    keeps_rows = options.numerics == "bitwise" and not score_before_experts
+    layout = HeapLayout(
+        shape,
+        max_tokens,
+        copy_per_expert=settings.pop("copy_per_expert", False),
+        num_kept=num_layers_waiting if keeps_rows else 0,
+    )
     heap, memory = open_heap(layout, group, device, options)
     heap_gib = layout.num_bytes / 2**30
     logger.info(f"Symmetric memory: {memory}, {heap_gib:.2f} GiB a rank for {max_tokens} tokens")

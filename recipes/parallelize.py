@@ -54,6 +54,7 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
             ep_mesh=ep_mesh,
             options=job_config.uniep,
             score_before_experts=args.moe_args.score_before_experts,
+            num_layers_waiting=_num_layers_waiting(model, job_config),
         )
         for block in _blocks(model):
             if block.moe_enabled:
@@ -62,6 +63,17 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
         return _parallelize(model, parallel_dims, job_config, ac_save_ops)
 
     return parallelize
+
+
+def _num_layers_waiting(model: nn.Module, job_config: JobConfig) -> int:
+    """MoE layers whose forward has run and whose backward has not, at most: of checkpointed ones that is one, which
+    runs again."""
+    checkpointing = job_config.activation_checkpoint
+    if checkpointing.mode == "full" or (
+        checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+    ):
+        return 1
+    return max(sum(bool(block.moe_enabled) for block in _blocks(model)), 1)
 
 
 def _blocks(model: nn.Module) -> list[Any]:

@@ -134,7 +134,7 @@ def work(options: argparse.Namespace) -> int:
     samples: list[Sample] = []
     tables = None
     for shape in shapes:
-        heap, _ = open_heap(HeapLayout(shape, max(options.tokens)), dist.group.WORLD, device, uniep)
+        heap, _ = open_heap(HeapLayout(shape, max(options.tokens), num_kept=1), dist.group.WORLD, device, uniep)
         with heap:
             if tables is None:
                 programs = [n for n in PROGRAMS if n <= torch.cuda.get_device_properties(device).multi_processor_count]

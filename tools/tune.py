@@ -148,7 +148,7 @@ def tune_layer(
 ) -> tuple[Tuned, list[Sample]]:
     """One layer on this rank; all ranks make the same calls."""
     uniep = replace(UniEP(), symmetric_memory=options.memory)
-    heap, _ = open_heap(HeapLayout(layer.shape, layer.num_tokens), dist.group.WORLD, device, uniep)
+    heap, _ = open_heap(HeapLayout(layer.shape, layer.num_tokens, num_kept=1), dist.group.WORLD, device, uniep)
     samples: list[Sample] = []
     base = default_config(device)
     compiled: set[tuple[str, ...]] = set()

@@ -49,7 +49,7 @@ def main() -> None:
     shape = MoEShape(arguments.experts, arguments.top_k, arguments.dim, arguments.hidden_dim, group.size())
     open_heap = open_nvshmem if arguments.heap == "nvshmem" else open_torch_symmetric
     config = default_config(device)
-    with open_heap(HeapLayout(shape, arguments.tokens), group=group, device=device, timeout_s=60.0) as heap:
+    with open_heap(HeapLayout(shape, arguments.tokens, num_kept=1), group=group, device=device, timeout_s=60.0) as heap:
         inputs = LayerInputs.draw(heap, arguments.tokens)
         timeline = Timeline(device)
         # run_layer takes each launch once: from the start there is room for all rows that can come.

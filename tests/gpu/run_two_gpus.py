@@ -143,7 +143,7 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     shape = MoEShape(arguments.experts, arguments.top_k, arguments.dim, arguments.hidden_dim, group.size())
-    layout = HeapLayout(shape, arguments.tokens, copy_per_expert=arguments.copy_per_expert)
+    layout = HeapLayout(shape, arguments.tokens, copy_per_expert=arguments.copy_per_expert, num_kept=1)
     open_heap = open_nvshmem if arguments.heap == "nvshmem" else open_torch_symmetric
     config = default_config(device)
     config = replace(config, num_programs=arguments.num_programs or config.num_programs)

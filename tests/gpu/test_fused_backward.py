@@ -57,7 +57,7 @@ def test_equals_reference(name: str, num_ranks: int) -> None:
     )
     weights = [torch.randn(s, device="cuda").mul_(0.03).bfloat16() for s in (up_shape, down_shape, up_shape)]
     config = case.config(num_ranks)
-    layout = HeapLayout(shape, max(tokens), copy_per_expert=case.copy_per_expert)
+    layout = HeapLayout(shape, max(tokens), copy_per_expert=case.copy_per_expert, num_kept=1)
     heaps = open_virtual_ranks(layout, device="cuda", timeout_s=20.0)
     streams = [torch.cuda.Stream() for _ in heaps]
     for heap in heaps:
