@@ -25,7 +25,7 @@ class ReturnedBuffer:
     kept: bool
 
     def of_tokens(self, num_tokens: int, top_k: int) -> Tensor:
-        return self.rows_ND[: num_tokens * top_k].view(num_tokens, top_k, -1)
+        return self.rows_ND[: num_tokens * top_k].view(num_tokens, top_k, self.rows_ND.shape[1])
 
 
 class _Lent:
