@@ -134,6 +134,11 @@ class RecipeMetrics(MetricsProcessor):
         self.time_last_log = now
         self.device_memory_monitor.reset_peak_stats()
 
+    def note_weights(self, step: int, fingerprints: dict[str, str]) -> None:
+        """Records the fingerprints of the weights behind a step, which is the last."""
+        if self._records is not None:
+            self._records.add(weights={"step": step, "fingerprints": fingerprints})
+
     def add_timeline_files(self, names: list[str]) -> None:
         """Lists what a recorded step wrote in the run's records."""
         if self._records is not None and names:

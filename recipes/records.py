@@ -84,10 +84,14 @@ class RunRecords:
         """Adds facts that are known only once the model stands, before the first step is written."""
         self._run |= facts
 
+    def add(self, **facts: Any) -> None:
+        """Adds facts once steps have been written."""
+        self._run |= facts
+        _replace(self._folder / RUN_FILE, _to_json(self._run))
+
     def add_timeline_files(self, names: list[str]) -> None:
         """Lists files of the kernel timeline, names within the folder. Some may replace those of before a restart."""
-        self._run["timeline"] = [name for name in self._run["timeline"] if name not in names] + names
-        _replace(self._folder / RUN_FILE, _to_json(self._run))
+        self.add(timeline=[name for name in self._run["timeline"] if name not in names] + names)
 
     def write_step(self, record: StepRecord) -> None:
         if self._metrics is None:

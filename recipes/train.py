@@ -14,11 +14,12 @@ from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
 from recipes.parallelize import routed_backend
 from recipes.timeline import StepTimeline
+from recipes.weights import fingerprints
 
 
 class RecipeTrainer(train.Trainer):
-    """TorchTitan's Trainer, which also measures for our metrics, records the steps of the kernel timeline, and gives
-    back what the MoE backend holds."""
+    """TorchTitan's Trainer, which also measures for our metrics, records the steps of the kernel timeline and the
+    fingerprint of the last weights, and gives back what the MoE backend holds."""
 
     metrics_processor: RecipeMetrics
 
@@ -37,6 +38,8 @@ class RecipeTrainer(train.Trainer):
         self._timeline.begin(self.step)
         super().train_step(data_iterator)
         self.metrics_processor.add_timeline_files(self._timeline.end(self.step))
+        if self.step == self.job_config.training.steps:
+            self.metrics_processor.note_weights(self.step, fingerprints(self.model_parts))
 
     def close(self) -> None:
         super().close()

@@ -71,7 +71,8 @@ TREND_FACTOR = 2.0
 
 EPILOG = """\
 exit status:
-  0  identical: loss and grad_norm have the same bits at the same steps in all runs
+  0  identical: loss and grad_norm have the same bits at the same steps in all runs, and so have the weights at the
+     end, where both runs fingerprinted them
   1  different: a value differs, or the runs do not have the same steps
   2  not compared: a run cannot be read, the configs are not comparable (see --force), or the plot cannot be written
 
@@ -143,6 +144,8 @@ class PairComparison:
         num_differing: common steps at which any value differs.
         extra_a: steps that only the first run has.
         extra_b: steps that only the other run has.
+        weights_step: the step behind which both runs fingerprinted their weights, or None.
+        weights: names of those that differ there.
     """
 
     common: NDArray[np.int64]
@@ -150,10 +153,12 @@ class PairComparison:
     num_differing: int
     extra_a: NDArray[np.int64]
     extra_b: NDArray[np.int64]
+    weights_step: int | None = None
+    weights: Sequence[str] = ()
 
     @property
     def identical(self) -> bool:
-        return not self.trends and not len(self.extra_a) and not len(self.extra_b)
+        return not (self.trends or len(self.extra_a) or len(self.extra_b) or self.weights)
 
 
 def ulp_distance(a: float, b: float) -> UlpDistance | None:
@@ -194,7 +199,16 @@ def compare_pair(a: Run, b: Run) -> PairComparison:
         num_differing=int(any_differs.sum()),
         extra_a=np.setdiff1d(a.steps, common, assume_unique=True),
         extra_b=np.setdiff1d(b.steps, common, assume_unique=True),
+        **_compare_weights(a, b),
     )
+
+
+def _compare_weights(a: Run, b: Run) -> dict[str, Any]:
+    if a.weights is None or b.weights is None or a.weights[0] != b.weights[0]:
+        return {}
+    (step, of_a), (_, of_b) = a.weights, b.weights
+    names = [*of_a, *(name for name in of_b if name not in of_a)]
+    return {"weights_step": step, "weights": [name for name in names if of_a.get(name) != of_b.get(name)]}
 
 
 def difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -326,7 +340,9 @@ def check_comparable(labels: Sequence[str], runs: Sequence[Run], force: bool) ->
 def report(labels: Sequence[str], runs: Sequence[Run], pairs: Sequence[PairComparison]) -> str:
     """The text for people; `pairs` are the runs from the second on, each against the first."""
     if all(pair.identical for pair in pairs):
-        lines = [f"identical: {_count(len(runs[0].steps), 'step')}"]
+        weights = {pair.weights_step for pair in pairs}
+        ends = "" if None in weights else f", and the weights behind step {weights.pop()}"
+        lines = [f"identical: {_count(len(runs[0].steps), 'step')}{ends}"]
     else:
         different = [label for label, pair in zip(labels[1:], pairs, strict=True) if not pair.identical]
         lines = [f"different from {labels[0]}: {', '.join(different)}"]
@@ -346,6 +362,8 @@ def verdict(label_a: str, label_b: str, pair: PairComparison) -> str:
         return f"{label_b} is identical to {label_a}: all {len(common)} steps"
     if not len(common):
         return f"{label_b} has no step in common with {label_a}"
+    if not pair.trends and pair.weights:
+        return f"{label_b} is different from {label_a}: in the weights behind step {pair.weights_step}"
     if not pair.trends:
         return f"{label_b} is identical to {label_a} up to step {common[-1]}, the last that both have"
     first = min(int(trend.steps[0]) for trend in pair.trends.values())
@@ -369,6 +387,9 @@ def _report_pair(label_a: str, label_b: str, a: Run, b: Run, pair: PairCompariso
     else:
         lines.append(f"{label_b} agrees with {label_a} on the common steps, up to step {pair.common[-1]}")
     lines += _report_lengths(label_a, label_b, pair)
+    if pair.weights:
+        names = f"{len(pair.weights)}, the first is {pair.weights[0]}"
+        lines.append(f"  weights that differ behind step {pair.weights_step}: {names}")
     for name, trend in pair.trends.items():
         lines += _report_value(label_a, label_b, a, b, name, trend)
     return lines

@@ -43,6 +43,8 @@ class Run:
         loads: (step, expert load as recorded) of at most 2 * MAX_LOADS steps, evenly spaced.
         num_loads: steps that recorded an expert load.
         tuner: what the tuner chose, as recorded (`tuner`, or `tune` of the backend); None where it did not run.
+        weights: the step behind which the weights were fingerprinted, and the fingerprint of each; None where the run
+            did not come to its end.
         cut: what is wrong with the last line, where a crash cut it and the caller asked to go on without it.
     """
 
@@ -60,6 +62,7 @@ class Run:
     loads: Sequence[tuple[int, Mapping[str, Any]]] = ()
     num_loads: int = 0
     tuner: Any = None
+    weights: tuple[int, Mapping[str, str]] | None = None
     cut: str | None = None
 
 
@@ -92,8 +95,16 @@ def read_run(folder: str | Path, *, drop_cut_line: bool = False) -> Run:
         commit=_typed(record, "commit", (str, type(None)), str(path)) or "",
         data=flatten(data),
         tuner=record.get("tuner", backend.get("tune")),
+        weights=_read_weights(record, str(path)),
         **metrics,
     )
+
+
+def _read_weights(record: dict[str, Any], where: str) -> tuple[int, Mapping[str, str]] | None:
+    if "weights" not in record:
+        return None
+    weights = _typed(record, "weights", dict, where)
+    return _count(weights, "step", where), _typed(weights, "fingerprints", dict, where)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -55,7 +55,8 @@ def test_the_same_config_gives_the_same_bits(launched, tmp_path, capsys):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert not (again / "wandb").exists()
     assert compare_runs.main([str(folder), str(again)]) == 0
-    assert "identical: 5 steps" in capsys.readouterr().out
+    assert "identical: 5 steps, and the weights behind step 5" in capsys.readouterr().out
+    assert {"tok_embeddings.weight", "layers.0.moe.experts.w1"} <= set(read_run(again)["weights"]["fingerprints"])
 
 
 def test_another_seed_gives_other_bits(uninterrupted, tmp_path, capsys):

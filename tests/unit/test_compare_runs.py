@@ -119,6 +119,28 @@ def test_identical_runs(tmp_path, capsys):
     assert output.err == ""
 
 
+WEIGHTS = {"w1": "0123456789abcdef", "w2": "fedcba9876543210"}
+
+
+def test_weights_at_the_end_are_compared(tmp_path, capsys):
+    ends = {
+        "a": {"step": 20, "fingerprints": WEIGHTS},
+        "same": {"step": 20, "fingerprints": WEIGHTS},
+        "other": {"step": 20, "fingerprints": WEIGHTS | {"w2": "fedcba9876543211"}},
+        "fewer": {"step": 20, "fingerprints": {"w1": WEIGHTS["w1"]}},
+        "earlier": {"step": 10, "fingerprints": {}},
+    }
+    runs = {name: write_run(tmp_path / name, changes={"weights": end}) for name, end in ends.items()}
+    assert main([runs["a"], runs["same"]]) == 0
+    assert capsys.readouterr().out.startswith("identical: 20 steps, and the weights behind step 20\n")
+    for name in ("other", "fewer"):
+        assert main([runs["a"], runs[name]]) == 1
+        assert "weights that differ behind step 20: 1, the first is w2" in capsys.readouterr().out
+    # Nothing to compare with: the steps decide.
+    assert main([runs["a"], runs["earlier"], write_run(tmp_path / "none")]) == 0
+    assert capsys.readouterr().out.startswith("identical: 20 steps\n")
+
+
 def test_equal_nan_and_infinities_are_identical_and_warned_of(tmp_path, capsys):
     values = changed(changed(curve(), 4, loss=math.nan), 7, grad_norm=-math.inf)
     assert main([write_run(tmp_path / "a", values), write_run(tmp_path / "b", values)]) == 0
