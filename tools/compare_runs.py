@@ -388,8 +388,8 @@ def _report_pair(label_a: str, label_b: str, a: Run, b: Run, pair: PairCompariso
         lines.append(f"{label_b} agrees with {label_a} on the common steps, up to step {pair.common[-1]}")
     lines += _report_lengths(label_a, label_b, pair)
     if pair.weights:
-        names = f"{len(pair.weights)}, the first is {pair.weights[0]}"
-        lines.append(f"  weights that differ behind step {pair.weights_step}: {names}")
+        which = f"{len(pair.weights)}, the first is {pair.weights[0]}"
+        lines.append(f"  weights that differ behind step {pair.weights_step}: {which}")
     for name, trend in pair.trends.items():
         lines += _report_value(label_a, label_b, a, b, name, trend)
     return lines
