@@ -1,6 +1,7 @@
 """Parallelisms for both families, from TorchTitan's own pieces, with the routed experts placed by us."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp
 from torchtitan.tools.logging import logger
 
 from recipes.backend import RoutedBackend, open_backend, resolve_backend
+from recipes.config import Tune
 from recipes.experts import RoutedExperts, UniEPMoE
 from uniep.shapes import MoEShape
 
@@ -38,6 +40,8 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
         backend = resolve_backend(job_config.uniep.backend)
         logger.info(f'MoE backend: "{backend}" ([uniep] backend = "{job_config.uniep.backend}")')
+        if backend != "uniep" and asdict(job_config.uniep.tune) != asdict(Tune()):
+            logger.warning('[uniep.tune] has no effect: only backend = "uniep" has kernels to tune')
         # The marks that FSDP2 puts around its hooks are no part of what is recomputed: torch 2.13 counts them, and a
         # recompute of a block with EP, which gathers the experts' weights once more, has others than the forward.
         SAC_IGNORED_OPS.update(_PROFILER_MARKS)

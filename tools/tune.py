@@ -281,7 +281,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--search-only", action="store_true", help="ask the model only; needs no GPU")
     parser.add_argument("--explain", action="store_true", help="with --search-only: every term")
     options = parser.parse_args(argv)
-    all_layers(options)
+    try:
+        for layer in all_layers(options):
+            Workload.balanced(layer.shape, layer.num_tokens)
+        if options.hardware:
+            Hardware.load(Path(options.hardware))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         print("error: --plot must have matplotlib installed: pip install -e .[plot]", file=sys.stderr)
         return 2
