@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -69,6 +70,20 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
     return parallelize
 
 
+def _give_shards_own_numbers(model: Any, *, num_shards: int) -> None:
+    """On a CPU mesh DTensor's random operators draw the same numbers on every rank: the shards of a weight would start
+    as copies of each other, and the experts of one rank as those of the next."""
+    init_weights = model.init_weights
+
+    def init_with_own_seed(*args: Any, **kwargs: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            # Replicas, the outer dimension of the mesh, must start alike.
+            torch.manual_seed(torch.initial_seed() + 1 + dist.get_rank() % num_shards)
+            init_weights(*args, **kwargs)
+
+    model.init_weights = init_with_own_seed
+
+
 def _num_layers_waiting(model: nn.Module, job_config: JobConfig) -> int:
     """MoE layers whose forward has run and whose backward has not, at most: of checkpointed ones that is one, which
     runs again."""
@@ -126,6 +141,7 @@ def _parallelize(
             gradient_divide_factor=parallel_dims.fsdp_gradient_divide_factor,
         )
         if not torch.cuda.is_available():
+            _give_shards_own_numbers(model, num_shards=dist.get_world_size() // parallel_dims.dp_replicate)
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     # gloo has no pre-multiplied sum, by which FSDP2 would apply a division factor.

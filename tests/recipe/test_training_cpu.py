@@ -98,6 +98,8 @@ def test_the_expert_load_of_logged_steps_is_recorded(launched):
             assert [sum(tokens) for tokens in load["tokens_per_expert"]] == [2 * 2 * 64 * 2] * 2
             assert load["distinct_ranks_expected"] == pytest.approx(2 * (1 - 6 / 28), abs=1e-4)
             assert all(1 <= distinct <= 2 for distinct in load["distinct_ranks"])
+            # The experts of the ranks are not copies of each other.
+            assert all(tokens[:4] != tokens[4:] for tokens in load["tokens_per_expert"])
     for step in steps[1:]:
         assert 0 < step["data_loading_s"] + step["forward_backward_s"] < step["step_time_s"]
 
