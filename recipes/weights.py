@@ -22,7 +22,7 @@ def fingerprints(model_parts: Sequence[nn.Module]) -> dict[str, str]:
     """
     tensors: dict[str, Tensor] = {}
     for part in model_parts:
-        tensors |= {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in part.state_dict().items()}
+        tensors |= {_plain(name): value for name, value in part.state_dict().items()}
     if not tensors:
         return {}
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -30,6 +30,11 @@ def fingerprints(model_parts: Sequence[nn.Module]) -> dict[str, str]:
     if dist.is_initialized():
         dist.all_reduce(sums)
     return {name: f"{value & (2**64 - 1):016x}" for name, value in zip(tensors, sums.tolist(), strict=True)}
+
+
+def _plain(name: str) -> str:
+    """The name without the wrappers of activation checkpointing and of torch.compile."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def _sum_of(value: Tensor, offset: int) -> Tensor:

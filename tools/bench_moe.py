@@ -214,7 +214,13 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
     def opened(name: Any, switch: dict[str, Any] | None = None, numerics: Any = "bitwise") -> RoutedBackend:
         section = replace(UniEP(), symmetric_memory=options.memory, numerics=numerics)
         return open_backend(
-            name, layer.shape, max_tokens=layer.num_tokens, ep_mesh=mesh, options=section, switches=switch or {}
+            name,
+            layer.shape,
+            max_tokens=layer.num_tokens,
+            ep_mesh=mesh,
+            options=section,
+            num_layers_waiting=int(with_backward),
+            switches=switch or {},
         )
 
     def block(moe: torch.nn.Module) -> Block:

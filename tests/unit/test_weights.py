@@ -60,3 +60,10 @@ def test_parts_and_buffers_are_named():
     part.register_buffer("lost", torch.ones(2), persistent=False)
     assert set(fingerprints([part, Weights(torch.ones(1))])) == {"weight", "bias", "kept", "w"}
     assert fingerprints([]) == {}
+
+
+def test_wrappers_do_not_show_in_names():
+    plain, compiled = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 3))
+    compiled.load_state_dict(plain.state_dict())
+    compiled[0] = torch.compile(compiled[0])
+    assert fingerprints([compiled]) == fingerprints([plain])
