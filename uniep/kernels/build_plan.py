@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from uniep.kernels.launch import ceil_div, launch, next_power_of_2
 from uniep.kernels.memory import region_address
 from uniep.kernels.tasks import FINISHED, is_last
 from uniep.plan.token_map import RoutingPlan
@@ -264,7 +265,7 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
     layout, shape = heap.layout, heap.layout.shape
     num_experts, num_local, num_ranks = shape.num_experts, shape.num_local_experts, shape.ep_degree
     num_slots = layout.max_tokens * shape.top_k
-    blocks_of_rank = triton.cdiv(num_slots, _BLOCK)
+    blocks_of_rank = ceil_div(num_slots, _BLOCK)
     num_blocks = num_ranks * blocks_of_rank
 
     lengths = {
@@ -295,10 +296,12 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
     blocks = {"NUM_SLOTS": num_slots, "BLOCKS_OF_RANK": blocks_of_rank, "NUM_BLOCKS": num_blocks}
     # One bin more than experts, for ids that do not count, and no fewer than the lanes of a warp.
     bins = {
-        "BINS_L": max(triton.next_power_of_2(num_local + 1), 32),
-        "BINS_E": max(triton.next_power_of_2(num_experts + 1), 32),
+        "BINS_L": max(next_power_of_2(num_local + 1), 32),
+        "BINS_E": max(next_power_of_2(num_experts + 1), 32),
     }
-    _count_kernel[(num_blocks,)](
+    launch(
+        _count_kernel,
+        num_blocks,
         heap.peers_W,
         ids_offset_bytes,
         received_counts,
@@ -315,7 +318,9 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
         **bins,
         num_warps=4,
     )
-    _scan_kernel[(num_local + num_experts,)](
+    launch(
+        _scan_kernel,
+        num_local + num_experts,
         received_counts,
         sent_counts,
         totals,
@@ -336,7 +341,9 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
         num_warps=4,
     )
     pending.written()
-    _scatter_kernel[(num_blocks + num_local,)](
+    launch(
+        _scatter_kernel,
+        num_blocks + num_local,
         heap.peers_W,
         ids_offset_bytes,
         received_counts,

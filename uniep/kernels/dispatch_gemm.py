@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from uniep.kernels.config import DispatchConfig, KernelConfig
 from uniep.kernels.copy_shape import CHUNK_TOKENS, copy_shape
 from uniep.kernels.hidden_tile import hidden_grad_tile, up_tile
+from uniep.kernels.launch import ceil_div, launch, next_power_of_2
 from uniep.kernels.relay import relay_tile
 from uniep.kernels.send_tokens import num_send_tasks, send_tokens
 from uniep.kernels.signals import fence_async_proxy, wait_flag
@@ -377,7 +378,7 @@ def launch_dispatch_gemm_backward(
     grad_g_RF, grad_u_RF, h_RF = (_empty_rows(grad_TD, num_rows, hidden_dim) for _ in range(3))
     score_parts_RP = None
     if scores_at_experts:
-        num_parts = triton.cdiv(hidden_dim, tiles.block_n)
+        num_parts = ceil_div(hidden_dim, tiles.block_n)
         score_parts_RP = torch.empty(num_rows, num_parts, dtype=torch.float32, device=grad_TD.device)
     a, w2 = grad_y_RD, w2_LDF
     if tiles.use_tma:
@@ -432,10 +433,12 @@ def _launch(
         timeline,
         "down_grad" if backward else "up",
         num_programs=num_programs,
-        tasks_per_tile=triton.cdiv(shape.hidden_dim, block_n),
+        tasks_per_tile=ceil_div(shape.hidden_dim, block_n),
         link_role=Role.SEND if shape.ep_degree > 1 else None,
     )
-    _dispatch_gemm_kernel[(num_programs,)](
+    launch(
+        _dispatch_gemm_kernel,
+        num_programs,
         tokens_TD,
         rows_RD,
         *operands,
@@ -468,7 +471,7 @@ def _launch(
         K=shape.top_k,
         L=shape.num_local_experts,
         W=shape.ep_degree,
-        RANKS=triton.next_power_of_2(shape.ep_degree),
+        RANKS=next_power_of_2(shape.ep_degree),
         TILE_ROWS=layout.tile_rows,
         BLOCK_N=block_n,
         BLOCK_K=tiles.block_k,

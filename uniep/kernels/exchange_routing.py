@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from uniep.kernels.launch import ceil_div, launch, next_power_of_2
 from uniep.kernels.memory import region_address
 from uniep.kernels.signals import fence_system, signal_all_ranks, wait_all_ranks
 from uniep.kernels.tasks import FINISHED, is_last
@@ -106,8 +107,10 @@ def launch_exchange_routing(
         )
     num_ranks = heap.num_ranks
     link_role = Role.SEND if num_ranks > 1 else None
-    num_programs = min(_NUM_PROGRAMS, triton.cdiv(layout.max_tokens * top_k, _BLOCK))
-    _exchange_routing_kernel[(num_programs,)](
+    num_programs = min(_NUM_PROGRAMS, ceil_div(layout.max_tokens * top_k, _BLOCK))
+    launch(
+        _exchange_routing_kernel,
+        num_programs,
         expert_ids_TK.contiguous(),
         scores_TK.contiguous(),
         heap.peers_W,
@@ -125,7 +128,7 @@ def launch_exchange_routing(
         heap.offset_bytes("routing_flags"),
         NUM_SLOTS=layout.max_tokens * top_k,
         W=num_ranks,
-        RANKS=triton.next_power_of_2(num_ranks),
+        RANKS=next_power_of_2(num_ranks),
         BLOCK=_BLOCK,
         LANES=32 * _NUM_WARPS,
         num_warps=_NUM_WARPS,

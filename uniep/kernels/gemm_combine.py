@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from uniep.kernels.config import CombineConfig, KernelConfig
 from uniep.kernels.copy_shape import copy_shape
 from uniep.kernels.gemm_tile import column_parts, gemm_tile, gemm_tile_joined, gemm_tile_two, sum_of_two
+from uniep.kernels.launch import ceil_div, launch, next_power_of_2
 from uniep.kernels.memory import returned_address, row_ptrs
 from uniep.kernels.numerics import to_bf16
 from uniep.kernels.reduce import reduce_tokens, reduce_tokens_by_expert
@@ -443,10 +444,12 @@ def _launch(
         timeline,
         "up_grad" if backward else "down",
         num_programs=num_programs,
-        tasks_per_tile=triton.cdiv(dim, tiles.block_n),
+        tasks_per_tile=ceil_div(dim, tiles.block_n),
         link_role=link_role if shape.ep_degree > 1 else None,
     )
-    _gemm_combine_kernel[(num_programs,)](
+    launch(
+        _gemm_combine_kernel,
+        num_programs,
         *operands,
         rows_RD,
         scores_TK,
@@ -481,21 +484,21 @@ def _launch(
         K=shape.top_k,
         L=shape.num_local_experts,
         W=shape.ep_degree,
-        RANKS=triton.next_power_of_2(shape.ep_degree),
+        RANKS=next_power_of_2(shape.ep_degree),
         TILE_ROWS=layout.tile_rows,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
-        COL_TILES=triton.next_power_of_2(triton.cdiv(dim, tiles.block_n)),
+        COL_TILES=next_power_of_2(ceil_div(dim, tiles.block_n)),
         TMA=tiles.use_tma,
         STAGED=staged,
         BACKWARD=backward,
         ROUND_ALL=round_all,
         P=num_parts,
-        PS=triton.next_power_of_2(max(num_parts, 1)),
+        PS=next_power_of_2(max(num_parts, 1)),
         PARTS=max(tiles.block_n // _PART_COLS, 1) if round_all else 1,
         REDUCE=reduce,
         SCORED=scored,
-        KS=triton.next_power_of_2(shape.top_k),
+        KS=next_power_of_2(shape.top_k),
         DYNAMIC=config.dynamic_roles,
         TASK_TOKENS=_REDUCE_TASK_TOKENS,
         COPY_ROWS=copy_rows,

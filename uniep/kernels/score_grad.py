@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from uniep.kernels.launch import ceil_div, launch
+
 _LANES = tl.constexpr(16)
 _CHUNK = tl.constexpr(512)
 
@@ -61,6 +63,15 @@ def launch_score_grad(grad_TD: Tensor, y_TKD: Tensor, score_grad_TK: Tensor) -> 
     num_tokens, top_k, dim = y_TKD.shape
     num_rows = num_tokens * top_k
     if num_rows:
-        _score_grad_kernel[(triton.cdiv(num_rows, _ROWS),)](
-            grad_TD, y_TKD, score_grad_TK, num_rows, D=dim, K=top_k, ROWS=_ROWS, num_warps=_NUM_WARPS
+        launch(
+            _score_grad_kernel,
+            ceil_div(num_rows, _ROWS),
+            grad_TD,
+            y_TKD,
+            score_grad_TK,
+            num_rows,
+            D=dim,
+            K=top_k,
+            ROWS=_ROWS,
+            num_warps=_NUM_WARPS,
         )

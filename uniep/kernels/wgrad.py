@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from uniep.kernels.launch import ceil_div, launch, next_power_of_2
 from uniep.kernels.numerics import dot_bf16, to_bf16
 from uniep.kernels.tasks import FIRST_ROLE, claim, claimed, take
 from uniep.kernels.timeline import ROLE_COMP, Timeline, launch_records, task_begins, task_ends, time_ns
@@ -336,9 +337,11 @@ def launch_wgrad(
         timeline,
         "wgrad",
         num_programs=config.num_programs,
-        tasks_per_tile=3 * triton.cdiv(hidden_dim, config.block_f) * triton.cdiv(dim, config.block_d),
+        tasks_per_tile=3 * ceil_div(hidden_dim, config.block_f) * ceil_div(dim, config.block_d),
     )
-    _wgrad_kernel[(config.num_programs,)](
+    launch(
+        _wgrad_kernel,
+        config.num_programs,
         grad_g_RF,
         grad_u_RF,
         grad_y_RD,
@@ -352,7 +355,7 @@ def launch_wgrad(
         D=dim,
         F=hidden_dim,
         L=num_local,
-        EXPERTS=max(triton.next_power_of_2(num_local), _RANK_STEP),
+        EXPERTS=max(next_power_of_2(num_local), _RANK_STEP),
         BLOCK_F=config.block_f,
         BLOCK_D=config.block_d,
         BLOCK_T=config.block_t,
