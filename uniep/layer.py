@@ -187,6 +187,7 @@ def backward_steps(
     expert_ids_TK = expert_ids_TK.contiguous()
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
     epoch, returned = heap.next_epoch(), heap.take_returned(keep=False)
+    grad_scores_TK = torch.empty_like(scores_TK)
     rows = launch_dispatch_gemm_backward(
         grad_TD,
         w2_LDF,
@@ -216,7 +217,7 @@ def backward_steps(
         timeline=timeline,
     )
     if saved.y_TKD is not None:
-        grad_scores_TK = _grad_scores(grad_TD, saved.y_TKD, scores_TK, beside=dispatched)
+        _grad_scores(grad_TD, saved.y_TKD, grad_scores_TK, beside=dispatched)
     yield
     grad_x_TD = launch_gemm_combine_backward(
         rows.grad_g_RF,
@@ -244,21 +245,25 @@ def backward_steps(
     return Gradients(grad_x_TD, grad_scores_TK, grad_w1_LFD, grad_w2_LDF, grad_w3_LFD)
 
 
-def _grad_scores(grad_TD: Tensor, y_TKD: Tensor, scores_TK: Tensor, *, beside: torch.cuda.Event | None) -> Tensor:
-    """The stock block's own operation, or where its order is known a kernel with the same bits.
+def _grad_scores(
+    grad_TD: Tensor, y_TKD: Tensor, grad_scores_TK: Tensor, *, beside: torch.cuda.Event | None
+) -> None:
+    """Fills grad_scores_TK by the stock block's own operation, or where its order is known by a kernel with the same
+    bits.
 
     That kernel only reads memory while the products of the weights' gradients hardly do: it starts with the event
-    `beside` them, on a stream of its own, and the current stream waits for it.
+    `beside` them, on a stream of its own, and the current stream waits for it. What it writes must have been allocated
+    before that event: memory that is given out later may still be in use by what runs beside.
     """
     if beside is None or not dots_in_kernel(*y_TKD.shape):
-        return torch.bmm(grad_TD.float().unsqueeze(1), y_TKD.float().transpose(1, 2)).view_as(scores_TK)
-    grad_scores_TK = torch.empty_like(scores_TK)
+        dots = torch.bmm(grad_TD.float().unsqueeze(1), y_TKD.float().transpose(1, 2))
+        grad_scores_TK.copy_(dots.view_as(grad_scores_TK))
+        return
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
     side.wait_event(beside)
     with torch.cuda.stream(side):
         launch_score_grad(grad_TD, y_TKD, grad_scores_TK)
     current.wait_stream(side)
-    return grad_scores_TK
 
 
 def _grad_scores_before(grad_rows_TKD: Tensor, x_TD: Tensor, scores_TK: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Worker: our MoE block against TorchTitan's own on the same weights and tokens: output and gradients, bit for bit.
 
 torchrun --nproc_per_node=2 tests/gpu/stock_equality.py [--tokens 2048] [--cases shapes,top_k,routing] [--backend uniep]
+    [--memory nvshmem torch]
 Prints a JSON line a case on rank 0 and exits with 1 if any case is unequal.
 """
 
@@ -83,7 +84,8 @@ def run(moe: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict[str, 
     return {n: (t.to_local() if isinstance(t, DTensor) else t).clone() for n, t in results.items() if t is not None}
 
 
-def compare(case: Case, mesh, device: torch.device, backend_name: str, memory: str) -> dict:
+def compare(case: Case, mesh, device: torch.device, backend_name: str, memories: list[str]) -> Iterator[dict]:
+    """A result for each symmetric memory."""
     args = MoEArgs(
         num_experts=case.E,
         num_shared_experts=case.num_shared_experts,
@@ -108,25 +110,35 @@ def compare(case: Case, mesh, device: torch.device, backend_name: str, memory: s
     grad = torch.randn_like(x)
 
     want = run(stock, x, grad)
-    backend = open_backend(
-        backend_name,
-        MoEShape(case.E, case.K, case.D, case.F, mesh.size()),
-        max_tokens=case.T,
-        ep_mesh=mesh,
-        options=UniEP(symmetric_memory=memory),
-    )
-    ours = UniEPMoE(stock, backend, ep_mesh=mesh)
-    got = run(ours, x, grad)
-    backend.close()
-    assert want.keys() == got.keys(), (want.keys(), got.keys())
-    unequal = {}
-    for name in want:
-        if not torch.equal(want[name], got[name]):
-            differs = want[name] != got[name]
-            unequal[name] = [differs.float().mean().item(), (want[name].float() - got[name].float()).abs().max().item()]
-    total = torch.tensor(len(unequal), device=device)
-    dist.all_reduce(total)
-    return {"case": case.name, "equal": total.item() == 0, "compared": sorted(want), "unequal": unequal}
+    for memory in memories:
+        backend = open_backend(
+            backend_name,
+            MoEShape(case.E, case.K, case.D, case.F, mesh.size()),
+            max_tokens=case.T,
+            ep_mesh=mesh,
+            options=UniEP(symmetric_memory=memory),
+        )
+        ours = UniEPMoE(stock, backend, ep_mesh=mesh)
+        got = run(ours, x, grad)
+        backend.close()
+        assert want.keys() == got.keys(), (want.keys(), got.keys())
+        unequal = {}
+        for name in want:
+            if not torch.equal(want[name], got[name]):
+                differs = want[name] != got[name]
+                unequal[name] = [
+                    differs.float().mean().item(),
+                    (want[name].float() - got[name].float()).abs().max().item(),
+                ]
+        total = torch.tensor(len(unequal), device=device)
+        dist.all_reduce(total)
+        yield {
+            "case": case.name,
+            "memory": memory,
+            "equal": total.item() == 0,
+            "compared": sorted(want),
+            "unequal": unequal,
+        }
 
 
 def main() -> int:
@@ -134,7 +146,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--cases", default="shapes,top_k,routing")
     parser.add_argument("--backend", default="reference", choices=("reference", "uniep"))
-    parser.add_argument("--memory", default="auto", choices=("auto", "nvshmem", "torch"))
+    parser.add_argument("--memory", nargs="+", default=["auto"], choices=("auto", "nvshmem", "torch"))
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -144,10 +156,10 @@ def main() -> int:
     failed = 0
     for group in options.cases.split(","):
         for case in groups[group]():
-            result = compare(case, mesh, device, options.backend, options.memory)
-            failed += not result["equal"]
-            if dist.get_rank() == 0:
-                print(json.dumps(result), flush=True)
+            for result in compare(case, mesh, device, options.backend, options.memory):
+                failed += not result["equal"]
+                if dist.get_rank() == 0:
+                    print(json.dumps(result), flush=True)
             torch.cuda.empty_cache()
     dist.destroy_process_group()
     return 1 if failed else 0
