@@ -125,6 +125,8 @@ class UniEP:
 class Throughput:
     token_budget: float | None = None
     """Tokens that the run, or its continuations, shall see in all: the console then says when that will be."""
+    time_moe: bool = False
+    """Time the MoE blocks of each step on the device, as `tools.bench_train` does: `moe_s` in metrics.jsonl."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from recipes.expert_load import ExpertLoad, ExpertLoadCounter
 from recipes.parallelize import routed_backend
 from recipes.progress import SECONDS_PER_DAY, Progress, humanize
 from recipes.records import RunRecords, StepRecord, commit, versions
-from recipes.step_timer import StepTimer
+from recipes.step_timer import StepTimer, time_moe
 from recipes.wandb_logger import WandbLogger, heat_maps
 from uniep.shapes import MoEShape
 
@@ -50,6 +50,7 @@ class RecipeMetrics(MetricsProcessor):
         device_name = self.device_memory_monitor.device_name
         self._has_known_peak = any(name in device_name for name in _KNOWN_PEAK)
         self.forward_backward = StepTimer()
+        self._moe: StepTimer | None = None
         self._expert_load: ExpertLoadCounter | None = None
         self._wandb: WandbLogger | None = None
         self._rates: list[float] = []
@@ -74,6 +75,11 @@ class RecipeMetrics(MetricsProcessor):
             num_layers=model_args.n_layers,
             groups=[mesh.get_group() for mesh in meshes],
         )
+
+    def time_moe(self, model_parts: list[nn.Module]) -> None:
+        """Times the MoE blocks from now on."""
+        self._moe = StepTimer()
+        time_moe(model_parts, self._moe)
 
     def should_log(self, step: int) -> bool:
         # Every step is recorded. The trainer waits for the device every step in any case, to count valid tokens.
@@ -112,6 +118,7 @@ class RecipeMetrics(MetricsProcessor):
             data_loading_s=sum(self.data_loading_times),
             forward_backward_s=self.forward_backward.take_s(),
             unix_time_s=time.time(),
+            moe_s=self._moe.take_s() if self._moe is not None else None,
             expert_load=load,
         )
         if self._records is not None:

@@ -33,6 +33,7 @@ class StepRecord:
         forward_backward_s: in forward and backward of this rank's device; the rest of the step is the clipping, the
             optimizer, and what is between them.
         unix_time_s: when the step ended.
+        moe_s: in the forwards and backwards of the MoE blocks, with `[throughput] time_moe`.
         expert_load: of the steps that are logged; the line of any other lacks it.
     """
 
@@ -49,6 +50,7 @@ class StepRecord:
     data_loading_s: float
     forward_backward_s: float
     unix_time_s: float
+    moe_s: float | None = None
     expert_load: ExpertLoad | None = None
 
     def to_json(self) -> str:

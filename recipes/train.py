@@ -26,6 +26,8 @@ class RecipeTrainer(train.Trainer):
     def __init__(self, job_config: JobConfig):
         super().__init__(job_config)
         self.metrics_processor.count_experts(self.model_parts, self.model_args)
+        if job_config.throughput.time_moe:
+            self.metrics_processor.time_moe(self.model_parts)
         backend = routed_backend(self.model_parts[0])
         timeline = backend.timeline if backend else None
         self._timeline = StepTimeline(timeline, job_config.uniep.timeline_steps, job_config.job.dump_folder)

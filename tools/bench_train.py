@@ -30,7 +30,7 @@ WARMUP_STEPS = 3
 def train(config: str, backend: str, folder: Path, overrides: list[str]) -> None:
     """Trains in a process group of its own. Ends this one with its status, and the end of its log, if it fails."""
     command = [sys.executable, "-m", "recipes.launch", "--job.config_file", config, "--job.dump_folder", str(folder)]
-    command += ["--uniep.backend", backend, "--metrics.no-enable-wandb", *overrides]
+    command += ["--uniep.backend", backend, "--metrics.no-enable-wandb", "--throughput.time_moe", *overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (folder.parent / f"{folder.name}.log").write_text(done.stdout)
     if done.returncode:
@@ -43,9 +43,12 @@ def summarize(folder: Path) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     warm = lines[WARMUP_STEPS:]
     step_time_s = statistics.median(line["step_time_s"] for line in warm)
+    moe_s = statistics.median(line["moe_s"] for line in warm)
     tokens = (lines[-1]["tokens_seen"] - lines[0]["tokens_seen"]) / max(len(lines) - 1, 1)
     return {
         "step_time_ms": step_time_s * 1e3,
+        "moe_ms": moe_s * 1e3,
+        "moe_share": moe_s / step_time_s,
         "tokens_per_second": tokens / step_time_s,
         "tokens_per_day": tokens / step_time_s * 86400,
         "peak_memory_gib": max(line["memory_gib"] for line in lines),
@@ -75,22 +78,22 @@ def main(argv: list[str]) -> int:
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="bench_train_"))
     scratch.mkdir(parents=True, exist_ok=True)
     rows, baseline = [], None
-    for backend in options.backends:
-        folder = scratch / backend
+    for index, backend in enumerate(options.backends):
+        folder = scratch / f"{index}-{backend}"
         train(options.config, backend, folder, overrides)
         row = {"backend": backend, **summarize(folder)}
         if baseline is not None:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                row["identical"] = compare_runs.main([str(scratch / options.backends[0]), str(folder)]) == 0
+                row["identical"] = compare_runs.main([str(scratch / f"0-{options.backends[0]}"), str(folder)]) == 0
             row["speedup"] = baseline["step_time_ms"] / row["step_time_ms"] if row["identical"] else None
         baseline = baseline or row
         rows.append(row)
         print(
-            f"{backend:12} {row['step_time_ms']:9.1f} ms/step {row['tokens_per_day'] / 1e9:8.3f} B tokens/day "
+            f"{backend:12} {row['step_time_ms']:9.1f} ms/step, MoE {row['moe_share']:4.0%} {row['tokens_per_day'] / 1e9:8.3f} B tokens/day "
             f"{row['peak_memory_gib']:6.1f} GiB" + _verdict(row),
             flush=True,
         )
-    run = json.loads((scratch / options.backends[0] / "run.json").read_text())
+    run = json.loads((scratch / f"0-{options.backends[0]}" / "run.json").read_text())
     result = {
         "config": options.config,
         "steps": options.steps,

@@ -51,8 +51,9 @@ def uninterrupted(tmp_path_factory) -> Path:
 def test_the_same_config_gives_the_same_bits(launched, tmp_path, capsys):
     folder, _ = launched
     again = tmp_path / "again"
-    done = launch(again, "--training.steps=5", "--metrics.no-enable-wandb")
+    done = launch(again, "--training.steps=5", "--metrics.no-enable-wandb", "--throughput.time_moe")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert all(0 < step["moe_s"] < step["forward_backward_s"] for step in read_steps(again))
     assert not (again / "wandb").exists()
     assert compare_runs.main([str(folder), str(again)]) == 0
     assert "identical: 5 steps, and the weights behind step 5" in capsys.readouterr().out
