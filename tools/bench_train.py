@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
         baseline = baseline or row
         rows.append(row)
         print(
-            f"{backend:12} {row['step_time_ms']:9.1f} ms/step, MoE {row['moe_share']:4.0%} {row['tokens_per_day'] / 1e9:8.3f} B tokens/day "
+            f"{backend:12} {row['step_time_ms']:9.1f} ms/step, MoE {row['moe_share']:4.0%}  "
+            f"{row['tokens_per_day'] / 1e9:8.3f} B tokens/day "
             f"{row['peak_memory_gib']:6.1f} GiB" + _verdict(row),
             flush=True,
         )

@@ -245,9 +245,7 @@ def backward_steps(
     return Gradients(grad_x_TD, grad_scores_TK, grad_w1_LFD, grad_w2_LDF, grad_w3_LFD)
 
 
-def _grad_scores(
-    grad_TD: Tensor, y_TKD: Tensor, grad_scores_TK: Tensor, *, beside: torch.cuda.Event | None
-) -> None:
+def _grad_scores(grad_TD: Tensor, y_TKD: Tensor, grad_scores_TK: Tensor, *, beside: torch.cuda.Event | None) -> None:
     """Fills grad_scores_TK by the stock block's own operation, or where its order is known by a kernel with the same
     bits.
 

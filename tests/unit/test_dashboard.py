@@ -226,9 +226,9 @@ def test_100_000_steps_in_seconds(tmp_path):
     rng = np.random.default_rng(0)
     values = [(float(loss), 1.0) for loss in rng.random(100_000)]
     run = write_run(tmp_path / "run", values, load_freq=10)
-    begin = time.perf_counter()
+    begin = time.process_time()
     page = make_page(tmp_path, run)
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin  # of this process: others may be busy
     assert seconds < 10
     assert "100,000 steps are drawn as about 2,000 points a curve" in page
     loads = read_run(run).loads
