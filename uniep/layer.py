@@ -1,12 +1,14 @@
 """The fused MoE layer: the only caller of the kernels."""
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from uniep.kernels.build_plan import launch_build_plan, plan_of
@@ -278,14 +280,28 @@ def fused_forward(*tensors: Tensor, **options: Any) -> Tensor:
 
 
 def _finish(steps: Generator[None, None, _Result], on_step: Callable[[int], None] | None = None) -> _Result:
-    for number in itertools.count():
-        if on_step is not None:
-            on_step(number)
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    with _unfilled():
+        for number in itertools.count():
+            if on_step is not None:
+                on_step(number)
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
     raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def _unfilled() -> Iterator[None]:
+    """Deterministic mode fills new tensors with NaN, which takes as long as writing a layer's rows once more. Here all
+    that is read has been written before, as tests with poisoned buffers show."""
+    mode: Any = torch.utils.deterministic  # a module with a property, which type checkers do not see
+    fills = mode.fill_uninitialized_memory
+    mode.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        mode.fill_uninitialized_memory = fills
 
 
 class _FusedMoE(torch.autograd.Function):

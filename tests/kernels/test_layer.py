@@ -36,17 +36,23 @@ def test_gradients_are_the_references(score_before_experts: bool, tmp_path: Path
         rank = heap.rank
         group = open_group(tmp_path, rank)
         results = []
+        fills = []
         fused: dict[str, Any] = {"heap": heap, "config": CONFIG}
+        deterministic: Any = torch.utils.deterministic
         for moe, more in (
             (reference_moe, {"group": group}),
             (fused_moe, fused),
-            (fused_moe, fused),
+            (fused_moe, fused | {"on_step": lambda _: fills.append(deterministic.fill_uninitialized_memory)}),
         ):
+            torch.use_deterministic_algorithms("on_step" in more)
             inputs = [t.clone().requires_grad_() for t in (batch.x[rank], batch.scores[rank], *batch.weights(rank))]
             x, scores, w1, w2, w3 = inputs
             out = moe(x, scores, ids[rank], w1, w2, w3, score_before_experts=score_before_experts, **more)
             grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
             results.append((out.detach(), *grads))
+        # The layer keeps deterministic mode from filling its buffers, and only its own.
+        assert set(fills) == {False}
+        assert torch.empty(3).isnan().all()
         for results_of_fused in results[1:]:
             for want, got in zip(results[0], results_of_fused, strict=True):
                 assert want.dtype == got.dtype
