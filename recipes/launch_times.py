@@ -14,8 +14,13 @@ from uniep.kernels.timeline import Timeline
 from uniep.layer import BACKWARD_STEPS, FORWARD_STEPS, backward_steps, forward_steps, fused_moe
 from uniep.symmetric.heap import SymmetricHeap
 
-# The host runs ahead of the GPU meanwhile, so that a time holds no launch latency: about 2.5 ms.
+# About 2.5 ms.
 _PAUSE_CYCLES = 5_000_000
+
+
+def let_host_run_ahead() -> None:
+    """Holds the GPU for a moment, in which the host launches what is then timed: the time holds no launch latency."""
+    torch.cuda._sleep(_PAUSE_CYCLES)
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def measure_layer(
             torch.cuda.synchronize()
         if group is not None:
             dist.barrier(group)
-        torch.cuda._sleep(_PAUSE_CYCLES)
+        let_host_run_ahead()
         results, events = run_layer(
             inputs,
             heap,

@@ -26,7 +26,7 @@ import recipes  # noqa: F401  prepares the platform
 from recipes.backend import open_heap
 from recipes.choices import kernel_config
 from recipes.config import UniEP
-from recipes.launch_times import LayerInputs, measure_layer, warm_up
+from recipes.launch_times import LayerInputs, let_host_run_ahead, measure_layer, warm_up
 from tools.copy_bandwidth import measure_copies, measure_memory_gbs
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.calibration import Calibration
@@ -110,6 +110,7 @@ def _score_grad_us(inputs: LayerInputs, shape: MoEShape) -> float:
     times = []
     for _ in range(NUM_CALLS + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        let_host_run_ahead()
         start.record()
         launch_score_grad(inputs.grad_TD, y_TKD, grad_scores_TK)
         end.record()
