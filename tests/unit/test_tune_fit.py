@@ -133,6 +133,15 @@ def test_repeated_and_late_times_do_not_carry_it_away(h200):
     assert len(medians(late + 50 * late[:1])) == len(clean)
 
 
+def test_a_layer_is_predicted_by_the_others(h200):
+    """So a layer that takes twice the time of the others' model is missed by half."""
+    kept = Calibration.load(ROOT / "benchmarks/calibration_h200.samples.json")
+    own = [dataclasses.replace(one, us=one.us * (2.0 if one.shape == SHAPES[0] else 1.0)) for one in many_samples(h200)]
+    errors = dataclasses.replace(kept, samples=tuple(own)).left_out_errors()
+    of_first = [error for error, one in zip(errors, own, strict=True) if one.shape == SHAPES[0] and one.step == "wgrad"]
+    assert np.allclose(of_first, -0.5, atol=0.05)
+
+
 def test_a_calibration_is_read_back(tmp_path):
     kept = Calibration.load(ROOT / "benchmarks/calibration_h200.samples.json")
     kept.save(tmp_path / "again.json")
