@@ -59,7 +59,7 @@ class Bandwidth:
         found = np.empty(np.broadcast(num_programs, num_warps).shape)
         for warps in set(num_warps.tolist()):
             here = num_warps == warps
-            found[here] = np.interp(num_programs[here], (0, *self.num_programs), (0.0, *self._row(warps)))
+            found[here] = np.interp(num_programs[here], (0, *self.num_programs), self._row(warps))
         return found
 
     @staticmethod
@@ -67,14 +67,17 @@ class Bandwidth:
         gbs = tuple(tuple(row) for row in values["gbs"])
         return Bandwidth(tuple(values["num_warps"]), tuple(values["num_programs"]), gbs)
 
-    def _row(self, num_warps: int) -> Floats:
-        place = np.interp(np.log2(num_warps), np.log2(self.num_warps), range(len(self.num_warps)))
-        low, high = math.floor(place), math.ceil(place)
-        return self._table[low] + (place - low) * (self._table[high] - self._table[low])
+    def _row(self, num_warps: int) -> tuple[float, ...]:
+        """GB/s of these warps, from no program on; kept, because a search asks many times."""
+        if num_warps not in self._rows:
+            place = np.interp(np.log2(num_warps), np.log2(self.num_warps), range(len(self.num_warps)))
+            low, high = np.array(self.gbs[math.floor(place)]), np.array(self.gbs[math.ceil(place)])
+            self._rows[num_warps] = (0.0, *(low + (place - math.floor(place)) * (high - low)).tolist())
+        return self._rows[num_warps]
 
     @cached_property
-    def _table(self) -> Floats:
-        return np.array(self.gbs)
+    def _rows(self) -> dict[int, tuple[float, ...]]:
+        return {}
 
 
 @dataclass(frozen=True)
