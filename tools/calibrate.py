@@ -1,7 +1,7 @@
 """Measures what the autotuner's model needs to know about these GPUs, and fits its constants.
 
 python -m tools.calibrate --out my_gpu.json [--ep 2] [--shape NAME ...] [--tokens T ...]
-python -m tools.calibrate --fit my_gpu.samples.json [--more FILE ...] --out my_gpu.json     # again, on any machine
+python -m tools.calibrate --fit my_gpu.samples.json [--more FILE ...] [--left-out] --out my_gpu.json     # anywhere
 
 Starts a process a GPU. First it times copies by numbers of programs and warps, within a GPU and across the link, then
 the launches of some layers with some configurations, with balanced routing. All of it goes to OUT with the ending
@@ -17,6 +17,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from tools.copy_bandwidth import measure_copies, measure_memory_gbs
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.calibration import Calibration
 from uniep.autotune.fit import Fit, Sample
-from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, HardwareError
+from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Floats, HardwareError
 from uniep.autotune.search import Choice, LaunchChoice
 from uniep.kernels.config import default_config
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
@@ -60,9 +61,9 @@ ROLES = (
 
 
 def configurations() -> Iterator[Choice]:
-    """Every tile with the first roles, and the default's tiles with all of them."""
-    for tile in TILES:
-        yield _choice({launch: tile for launch in TUNED}, *ROLES[0])
+    """Every tile with few and with many programs that copy, and the default's tiles with all roles."""
+    for tile, roles in product(TILES, (ROLES[0], ROLES[-2])):
+        yield _choice({launch: tile for launch in TUNED}, *roles)
     default = {launch: "wide4" if launch in DISPATCHES else "narrow" for launch in TUNED}
     for roles in ROLES:
         yield _choice(default, *roles)
@@ -178,22 +179,27 @@ def finish(measured: Calibration, out: Path) -> None:
 
 
 def report(measured: Calibration, fitted: Fit) -> list[str]:
-    """Errors of the fitted model, a line a step, and the samples that it misses most."""
-    of_step: dict[str, list[float]] = defaultdict(list)
-    for sample, error in zip(measured.samples, fitted.errors, strict=True):
-        of_step[sample.step].append(abs(error))
-    lines = [
-        f"{step:10} {len(errors):4} times, mean error {100 * statistics.fmean(errors):5.2f} %, "
-        f"largest {100 * max(errors):5.2f} %"
-        for step, errors in of_step.items()
-    ]
-    worst = sorted(zip(fitted.errors, measured.samples, strict=True), key=lambda pair: -abs(pair[0]))[:5]
+    """Errors of the fitted model, a line a step, and the samples that it misses by the most microseconds."""
+    lines = errors_by_step(measured, fitted.errors)
+    pairs = zip(fitted.errors, measured.samples, strict=True)
+    worst = sorted(pairs, key=lambda pair: -abs(pair[0]) * pair[1].us)[:5]
     for error, s in worst:
         what = f"{s.step} {s.tile} {s.num_link}+{s.num_local}, {s.us:.0f} us, T = {s.num_tokens}, {s.shape}"
         lines.append(f"  {100 * error:+6.1f} %: {what}")
     if fitted.hardware.assumed:
         lines.append(f"not decided by these times, as assumed: {', '.join(fitted.hardware.assumed)}")
     return lines
+
+
+def errors_by_step(measured: Calibration, errors: Floats) -> list[str]:
+    of_step: dict[str, list[float]] = defaultdict(list)
+    for sample, error in zip(measured.samples, errors, strict=True):
+        of_step[sample.step].append(abs(error))
+    return [
+        f"{step:10} {len(errors):4} times, mean error {100 * statistics.fmean(errors):5.2f} %, "
+        f"largest {100 * max(errors):5.2f} %"
+        for step, errors in of_step.items()
+    ]
 
 
 def main(argv: list[str]) -> int:
@@ -207,6 +213,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--more", type=Path, nargs="+", default=[], help="with --fit: further samples, as of tools.tune"
     )
+    parser.add_argument("--left-out", action="store_true", help="with --fit: predict each layer by the others' fit too")
     options = parser.parse_args(argv)
     named_shapes(options.shape, options.ep)
     if options.fit:
@@ -216,7 +223,11 @@ def main(argv: list[str]) -> int:
         except HardwareError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        finish(replace(measured, samples=(*measured.samples, *more)), options.out)
+        measured = replace(measured, samples=(*measured.samples, *more))
+        finish(measured, options.out)
+        if options.left_out:
+            print("each layer by the fit of the others:")
+            print("\n".join(errors_by_step(measured, measured.left_out_errors())))
         return 0
     if not 2 <= options.ep <= torch.cuda.device_count():
         print(f"error: --ep must be 2 to the GPUs of this machine = {torch.cuda.device_count()}, got {options.ep}: "

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from uniep.autotune.cost_model import Candidates, fixed_us, overlap, predict
+from uniep.autotune.cost_model import (
+    BACKWARD,
+    FORWARD,
+    Candidates,
+    _relayed_at_send,
+    fixed_us,
+    overlap,
+    predict,
+)
 from uniep.autotune.hardware import (
     COMBINES,
     DISPATCHES,
@@ -103,28 +111,54 @@ def test_more_work_takes_longer(launch, h200):
 
 
 # What a larger constant does to a time: rates help, costs hurt.
-FASTER = ("gbs", "send_share", "relay_share")
+FASTER = ("gbs", "send_share", "relay_share", "reduce_share", "hot_tflop")
 
 
-@pytest.mark.parametrize("name", constant_names())
+def step_times(step: str, work: Workload, hardware: Hardware) -> np.ndarray:
+    if step in TUNED:
+        candidates = kernel_space(hardware, {launch: tuple(TILES) for launch in TUNED}).launches[step]
+        return predict(step, work, hardware, candidates).total_us
+    return np.array([sum(fixed_us(step, work, hardware).values())])
+
+
+@pytest.mark.parametrize("name", [name for name in constant_names() if name != "mark_us"])
 def test_every_constant_has_its_direction(name, h200):
     scaled = h200.with_constants({name: 2.0 * h200.constants[name]})
-    step = name.split(".")[0] if "." in name else "up"
-    cost = name.split(".")[-1]
-    if step in TUNED:
-        candidates = kernel_space(h200, {launch: tuple(TILES) for launch in TUNED}).launches[step]
-        if name == "mark_us":
-            return
-        difference = predict(step, WORK, scaled, candidates).total_us - predict(step, WORK, h200, candidates).total_us
-    else:
-        before, after = (sum(fixed_us(step, WORK, hardware).values()) for hardware in (h200, scaled))
-        difference = np.array([after - before])
-    if cost.endswith(FASTER):
+    # More than a GPU computes before it gets hot.
+    work = Workload.balanced(SHAPE, 32768)
+    differences = [
+        step_times(step, work, scaled) - step_times(step, work, h200) for step in (*FORWARD, *BACKWARD, "scores")
+    ]
+    difference = np.concatenate(differences)
+    if name.endswith(FASTER):
         assert (difference <= 1e-9).all()
         assert (difference < 0).any()
     else:
         assert (difference >= -1e-9).all()
         assert (difference > 0).any()
+
+
+def test_a_hot_gpu_computes_slower_and_a_cool_one_does_not(h200):
+    """A few tokens do not lower the clock; many do, by what hot_share says at most."""
+    cool = h200.with_constants({"hot_share": 1e-9})
+    for num_tokens, least, most in ((512, 1.0, 1.0 + 1e-6), (1 << 17, 1.08, 1.0 + h200.constants["hot_share"])):
+        work = Workload.balanced(SHAPE, num_tokens)
+        ratio = total_us("up", work, h200) / total_us("up", work, cool)
+        assert least <= ratio <= most
+
+
+def test_tokens_of_later_experts_come_late(h200):
+    """A row's token comes with its first expert: with one row a token relays are never held back, with more they are,
+    and what they have done by the end lies between what the link and what the copies allow."""
+    capacity = np.array([0.05, 0.2, 0.5, 1.0, 3.0])
+    assert np.allclose(_relayed_at_send(capacity, 1.0), np.minimum(capacity, 1.0), atol=1e-4)
+    for rows_of_token in (2.0, 4.0):
+        done = _relayed_at_send(capacity, rows_of_token)
+        # By steps of time: what is complete, and what was copied of it.
+        shares = np.linspace(0, 1, 20001)
+        complete = 1.0 - (1.0 - shares) ** (1.0 / rows_of_token)
+        by_hand = [np.min(complete + c * (1.0 - shares)) for c in capacity]
+        assert np.allclose(done, np.minimum(by_hand, 1.0), atol=1e-3)
 
 
 def test_without_peers_nothing_is_sent(h200):
@@ -144,7 +178,7 @@ def test_programs_for_nothing_but_copies_cannot_run(h200):
 def test_a_small_layer_still_takes_a_tile(h200):
     one_token = Workload.balanced(SHAPE, 1)
     constants = h200.constants
-    tile_us = SHAPE.dim // 64 * constants["up.wide4.step_us"] + constants["up.wide4.tile_us"]
+    tile_us = SHAPE.dim // 64 * constants["up.wide4.step_us"] + constants["up.epilogue_us"]
     assert total_us("up", one_token, h200) > tile_us
 
 
@@ -177,15 +211,15 @@ def test_saved_hardware_is_read_back(tmp_path, h200):
     again = Hardware.load(tmp_path / "gpu.json")
     assert again == h200
     assert again.fingerprint == h200.fingerprint
-    assert again.with_constants({"flag_us": 2.0}).fingerprint != h200.fingerprint
+    assert again.with_constants({"mark_us": 2.0}).fingerprint != h200.fingerprint
 
 
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
         ('"num_multiprocessors": 132', '"num_multiprocessors": 0', "num_multiprocessors must be at least 1, got 0"),
-        ('"flag_us"', '"flag_ms"', "missing ['flag_us'], unknown ['flag_ms']"),
-        ('"memory_gbs": 4800.0', '"memory_gbs": -1.0', "memory_gbs must be a positive number, got -1.0"),
+        ('"mark_us"', '"mark_ms"', "missing ['mark_us'], unknown ['mark_ms']"),
+        ('"memory_gbs": 3642.1', '"memory_gbs": -1.0', "memory_gbs must be a positive number, got -1.0"),
         ('"name"', '"nam"', "nam"),
         ("{", "", "JSONDecodeError"),
     ],
@@ -203,6 +237,6 @@ def test_a_wrong_file_is_named(old, new, what, tmp_path, h200):
 
 
 def test_a_tile_that_was_never_timed_is_not_offered(h200):
-    measured = dataclasses.replace(h200, assumed=("up.wide3.step_us", "up.narrow.step_us", "flag_us"))
+    measured = dataclasses.replace(h200, assumed=("up.wide3.step_us", "up.narrow.step_us", "mark_us"))
     assert measured.offers("up") == ("wide4",)
     assert measured.offers("down") == tuple(TILES)

@@ -10,7 +10,7 @@ import pytest
 
 from uniep.autotune.calibration import Calibration
 from uniep.autotune.cost_model import fixed_us, predict
-from uniep.autotune.fit import RESOURCES, Sample, fit
+from uniep.autotune.fit import RESOURCES, Sample, errors_of, fit, medians
 from uniep.autotune.hardware import COMBINES, DISPATCHES, TUNED, Hardware, HardwareError, constant_names, shipped
 from uniep.autotune.search import one_candidate
 from uniep.autotune.workload import Workload
@@ -51,14 +51,17 @@ def many_samples(hardware: Hardware) -> list[Sample]:
 
 def test_constants_are_found_from_the_models_own_times(h200):
     generator = np.random.default_rng(1)
-    factors = np.exp(generator.uniform(-0.3, 0.3, len(constant_names())))
-    truth = h200.with_constants(
-        {name: h200.constants[name] * float(f) for name, f in zip(constant_names(), factors, strict=True)}
-    )
-    found = fit(h200, many_samples(truth))
-    assert np.abs(found.errors).max() < 2e-3
+    # All but what a calibration measures by itself.
+    names = [name for name in constant_names() if name not in ("send_share", "reduce_share")]
+    factors = np.exp(generator.uniform(-0.3, 0.3, len(names)))
+    truth = h200.with_constants({name: h200.constants[name] * float(f) for name, f in zip(names, factors, strict=True)})
+    samples = many_samples(truth)
+    found = fit(h200, samples)
+    # Far within the noise, which is 4 us and 1 %.
+    for error, one in zip(found.errors, samples, strict=True):
+        assert abs(error) * one.us < 0.5 + 2e-3 * one.us, one
     decisive = ["up.wide4.step_us", "down.narrow.step_us", "down_grad.wide4.step_us", "up_grad.narrow.step_us"]
-    decisive += ["wgrad.step_us", "scores.gbs", "exchange.gbs", "plan.gbs", "up.relay_share", "down_grad.relay_share"]
+    decisive += ["wgrad.step_us", "scores.gbs", "relay_share"]
     for name in decisive:
         assert found.hardware.constants[name] == pytest.approx(truth.constants[name], rel=0.03), name
     # Predictions where nothing was measured: another shape, another length, other roles.
@@ -112,7 +115,31 @@ def test_the_shipped_description_is_the_fit_of_the_kept_samples(h200):
     assert fitted.hardware.assumed == h200.assumed
     for name, value in h200.constants.items():
         assert fitted.hardware.constants[name] == pytest.approx(value, rel=1e-3), name
-    assert np.abs(fitted.errors).max() < 0.1
+    errors = np.abs(errors_of(fitted.hardware, medians(kept.samples)))
+    for step in (*TUNED, "wgrad"):
+        of_step = [error for error, one in zip(errors, medians(kept.samples), strict=True) if one.step == step]
+        assert np.mean(of_step) < 0.03, step
+        # Only times of a GPU whose clock was lowered for a moment are farther off.
+        assert np.quantile(of_step, 0.95) < 0.08, step
+
+
+def test_repeated_and_late_times_do_not_carry_it_away(h200):
+    """One step in five of a measurement comes late by a quarter, and one measurement is there fifty times."""
+    generator = np.random.default_rng(3)
+    clean = many_samples(h200)
+    late = [dataclasses.replace(one, us=one.us * (1.25 if generator.random() < 0.2 else 1.0)) for one in clean]
+    found = fit(h200, late + 50 * late[:1])
+    assert np.median(np.abs(errors_of(found.hardware, clean))) < 0.015
+    assert len(medians(late + 50 * late[:1])) == len(clean)
+
+
+def test_a_layer_is_predicted_by_the_others(h200):
+    """So a layer that takes twice the time of the others' model is missed by half."""
+    kept = Calibration.load(ROOT / "benchmarks/calibration_h200.samples.json")
+    own = [dataclasses.replace(one, us=one.us * (2.0 if one.shape == SHAPES[0] else 1.0)) for one in many_samples(h200)]
+    errors = dataclasses.replace(kept, samples=tuple(own)).left_out_errors()
+    of_first = [error for error, one in zip(errors, own, strict=True) if one.shape == SHAPES[0] and one.step == "wgrad"]
+    assert np.allclose(of_first, -0.5, atol=0.05)
 
 
 def test_a_calibration_is_read_back(tmp_path):

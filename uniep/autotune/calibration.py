@@ -1,11 +1,13 @@
 """What a calibration measured, as it is: so that the fit can be made again later, anywhere."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from uniep.autotune.fit import Fit, Sample, fit, start_constants
-from uniep.autotune.hardware import Bandwidth, Hardware, HardwareError
+import numpy as np
+
+from uniep.autotune.fit import Fit, Sample, errors_of, fit, start_constants
+from uniep.autotune.hardware import Bandwidth, Floats, Hardware, HardwareError
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,16 @@ class Calibration:
             source=self.source,
         )
         return fit(start, self.samples)
+
+    def left_out_errors(self) -> Floats:
+        """Of each sample, predicted over measured, less 1, by the fit of the other layers' samples. Of two or more."""
+        errors = np.empty(len(self.samples))
+        for shape in {sample.shape for sample in self.samples}:
+            others = tuple(sample for sample in self.samples if sample.shape != shape)
+            rows = [row for row, sample in enumerate(self.samples) if sample.shape == shape]
+            found = replace(self, samples=others).fitted().hardware
+            errors[rows] = errors_of(found, [self.samples[row] for row in rows])
+        return errors
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")

@@ -19,8 +19,14 @@ _CHUNK_TOKENS = 32
 _WGRAD_F, _WGRAD_D, _WGRAD_STEP = 128, 256, 32
 # Programs that end one after another leave, on average, half a tile's time at the end.
 _TAIL_TILES = 0.5
+# Columns of the tile that epilogue_us is for.
+_EPILOGUE_COLS = 256
+# What the exchange sends with: uniep.kernels.exchange_routing.
+_EXCHANGE_PROGRAMS, _EXCHANGE_WARPS = 16, 4
+# Products of R x D x F that a forward and its backward have computed when a step ends.
+_PRODUCTS_UNTIL = {"up": 2, "down": 3, "down_grad": 4, "wgrad": 7, "up_grad": 9}
 
-# The steps of a layer that take time, in their order. "wgrad" holds the gradient of the scores, which runs beside it.
+# The steps of a layer that take time, in their order. "wgrad" holds the gradient of the scores, which runs before it.
 FORWARD = ("exchange", "plan", "up", "down")
 BACKWARD = ("down_grad", "wgrad", "up_grad")
 
@@ -100,24 +106,54 @@ class _Gemm:
             return self.num_tiles / (num_programs * self.tiles_per_us)
 
 
+def _hot(step: str, work: Workload, hardware: Hardware) -> float:
+    """How much longer Tensor Cores take. A GPU that has computed for some milliseconds meets its limit of power and
+    lowers its clock: a layer begins with a cool GPU, and the longer it computes, the smaller that part of it is."""
+    constants = hardware.constants
+    tflop = 2e-12 * _PRODUCTS_UNTIL[step] * work.num_rows * work.shape.dim * work.shape.hidden_dim
+    return 1.0 + constants["hot_share"] * max(1.0 - constants["hot_tflop"] / tflop, 0.0)
+
+
 def _gemm(
     launch: str, work: Workload, hardware: Hardware, candidates: Candidates, out_cols: int, depth: int, io_bytes: float
 ) -> _Gemm:
     """io_bytes: what the launch must read and write at least, operands and results."""
+    constants = hardware.constants
     block_n, block_k, occupancy = (
         np.array([getattr(tile, what) for tile in TILES.values()], dtype=float)
         for what in ("block_n", "block_k", "occupancy")
     )
-    num_tiles = work.num_row_tiles * np.ceil(out_cols / block_n)
-    tile_us = np.ceil(depth / block_k) * hardware.of_tiles(launch, "step_us") + hardware.of_tiles(launch, "tile_us")
+    num_col_tiles = np.ceil(out_cols / block_n)
+    num_tiles = work.num_row_tiles * num_col_tiles
+    # Columns past the end are computed, but not stored; rows past the end save nothing. Of two programs on a
+    # multiprocessor one's epilogue runs beside the other's products.
+    epilogue_us = constants[f"{launch}.epilogue_us"] * out_cols / (num_col_tiles * _EPILOGUE_COLS)
+    epilogue_us = np.where(occupancy > 1, constants["beside_share"], 1.0) * epilogue_us
+    tile_us = np.ceil(depth / block_k) * hardware.steps_us(launch) + epilogue_us
+    tile_us = tile_us * _hot(launch, work, hardware)
     # The device memory serves the tiles meanwhile.
     compute_us = num_tiles * tile_us / hardware.num_multiprocessors
     memory_us = io_bytes / (hardware.memory_gbs * _BYTES_PER_US)
-    tile_us = tile_us * overlap(compute_us, memory_us, hardware.constants[f"{launch}.memory_share"]) / compute_us
+    tile_us = tile_us * overlap(compute_us, memory_us, constants["memory_share"]) / compute_us
     # tile_us is a multiprocessor's time: of two programs on it, each takes twice as long.
     tiles_per_us = 1.0 / (tile_us * occupancy)
     num_programs = hardware.num_multiprocessors * occupancy.astype(np.int64)
     return _Gemm(num_tiles[candidates.tile], num_programs[candidates.tile], tiles_per_us[candidates.tile])
+
+
+def _relayed_at_send(capacity: Floats, rows_of_token: float) -> Floats:
+    """Share of the rows that are relayed when the last token comes.
+
+    Tokens come in the order of the first expert that wants them, and an expert's rows need also tokens that came for
+    earlier ones: when a share s of the tokens is there, 1 - (1 - s)^(1 / k) of the rows are complete, k being the rows
+    of a token. Relaying follows that curve until it grows faster than programs copy, then goes on at their rate.
+
+    Args:
+        capacity: share of the rows that the programs copy in the time of sending.
+    """
+    k = max(rows_of_token, 1.0 + 1e-6)
+    left = np.maximum(k * capacity, 1.0) ** (-k / (k - 1.0))
+    return np.minimum(1.0 - left ** (1.0 / k) + capacity * left, 1.0)
 
 
 def _dispatch(launch: str, work: Workload, hardware: Hardware, candidates: Candidates) -> Prediction:
@@ -135,22 +171,28 @@ def _dispatch(launch: str, work: Workload, hardware: Hardware, candidates: Candi
         gemm = _gemm(
             launch, work, hardware, candidates, hidden_dim, dim, _BYTES * (rows * (dim + 5 * hidden_dim) + weights)
         )
-    num_link, num_local = candidates.num_link, candidates.num_local
+    num_link, num_local, num_warps = candidates.num_link, candidates.num_local, candidates.num_warps
     row_bytes = dim * _BYTES
-
-    def relay_rate(num_programs: Ints) -> Floats:
-        return constants[f"{launch}.relay_share"] * _BYTES_PER_US * hardware.copy.at(num_programs, candidates.num_warps)
-
-    link_rate = constants[f"{launch}.send_share"] * _BYTES_PER_US * hardware.link.at(num_link, candidates.num_warps)
-    send_us = work.num_sent * row_bytes / link_rate
-    early_rate, late_rate = relay_rate(num_local), relay_rate(num_local + num_link)
-    relay_bytes = 2 * rows * row_bytes
-    relay_tile_us = 2 * TILE_ROWS * row_bytes * num_local / early_rate
-    # A rank's first rows: one chunk of each sender, its flag, one tile of each relay.
-    chunk_us = _CHUNK_TOKENS * row_bytes * num_link / link_rate + constants["flag_us"] if work.num_sent else 0.0
-    first_us = np.minimum(chunk_us, send_us) + relay_tile_us
+    one = np.ones_like(num_link)
+    # A program copies a chunk, then fences and sets flags, while the link serves others.
+    chunk_bytes = _CHUNK_TOKENS * row_bytes
+    link_rate = constants["send_share"] * _BYTES_PER_US * hardware.link.at(num_link, num_warps)
+    alone_us = chunk_bytes / (_BYTES_PER_US * hardware.link.at(one, num_warps)) + constants["chunk_us"]
+    chunk_us = np.maximum(chunk_bytes * num_link / link_rate, alone_us)
+    send_us = work.num_sent / _CHUNK_TOKENS * chunk_us / num_link
+    # A relay's reads are mostly in the second-level cache: the programs do not slow each other down.
+    program_rate = constants["relay_share"] * _BYTES_PER_US * hardware.copy.at(one, num_warps)
+    most_rate = hardware.memory_gbs * _BYTES_PER_US
+    early_rate = np.minimum(num_local * program_rate, most_rate)
+    late_rate = np.minimum((num_local + num_link) * program_rate, most_rate)
+    # A short tile takes as long as a full one.
+    tile_bytes = 2 * TILE_ROWS * row_bytes
+    relay_bytes = work.num_row_tiles * tile_bytes
+    # A rank's first rows: one chunk of each sender and one tile of each relay.
+    first_us = np.minimum(chunk_us, send_us) + tile_bytes * num_local / early_rate
     # Relaying: with num_local programs while others send, then with both; never done before the last rows are there.
-    share_at_send = np.minimum(early_rate * send_us / relay_bytes, 1.0)
+    rows_of_token = work.num_returned / work.num_sent if work.num_sent else 1.0
+    share_at_send = _relayed_at_send(early_rate * send_us / relay_bytes, rows_of_token)
     ready_us = np.maximum(send_us + (1.0 - share_at_send) * relay_bytes / late_rate, first_us)
     # Computing: what is ready, at most what the remaining programs can do. Of a queue with a constant server, what is
     # done by the end is the least over the corners of what came: all of it, or busy since a corner.
@@ -197,19 +239,19 @@ def _combine(launch: str, work: Workload, hardware: Hardware, candidates: Candid
         link_us = link_bytes / (_BYTES_PER_US * hardware.link.at(num_link, candidates.num_warps))
         both_us = overlap(compute_us, link_us, 0.0)
     else:
-        link_us = link_bytes / (_BYTES_PER_US * hardware.of_tiles(launch, "link_gbs")[candidates.tile])
-        both_us = overlap(compute_us, link_us, hardware.of_tiles(launch, "link_share")[candidates.tile])
+        link_us = np.full(len(candidates), link_bytes / (_BYTES_PER_US * constants["link_gbs"]))
+        both_us = overlap(compute_us, link_us, hardware.link_shares()[candidates.tile])
     # Row tiles whose marks the num_link programs have not yet looked at when the others come to help.
     unseen = np.maximum(work.num_row_tiles - num_link * both_us / constants["mark_us"], 0.0)
-    # T*K rows are read, in the forward also kept; T are written.
-    copies = 2 if launch == "down" else 1
-    reduce_bytes = work.num_tokens * (copies * shape.top_k + 1) * dim * _BYTES
+    # T*K rows are read where they came, T are written.
+    reduce_bytes = work.num_tokens * (shape.top_k + 1) * dim * _BYTES
+    reduce_rate = constants["reduce_share"] * hardware.memory_gbs * _BYTES_PER_US
     # Programs set apart for it reduce while the GEMM waits for the link, or the link for the GEMM.
-    with np.errstate(invalid="ignore"):
-        bubble_us = np.abs(compute_us - link_us) if work.num_returned else np.zeros(len(candidates))
-        early_bytes = np.where(
-            num_local > 0, hardware.copy.at(num_local, candidates.num_warps) * _BYTES_PER_US * bubble_us, 0.0
-        )
+    early_bytes = np.zeros(len(candidates))
+    if num_local.any() and work.num_returned:
+        apart = num_local > 0
+        rate = hardware.copy.at(num_local[apart], candidates.num_warps[apart]) * _BYTES_PER_US
+        early_bytes[apart] = rate * np.abs(compute_us - link_us)[apart]
     late_bytes = np.maximum(reduce_bytes - early_bytes, 0.0)
     return Prediction(
         {
@@ -217,13 +259,12 @@ def _combine(launch: str, work: Workload, hardware: Hardware, candidates: Candid
             "compute and link": np.where(computing > 0, both_us, np.inf),
             "tail": _TAIL_TILES / gemm.tiles_per_us,
             "marks": (unseen / gemm.num_programs + 1.0) * constants["mark_us"],
-            "flags": np.full(len(candidates), constants["flag_us"]),
-            "reduce": late_bytes / (_BYTES_PER_US * constants[f"{launch}.reduce_gbs"]),
+            "reduce": late_bytes / reduce_rate,
         },
         {
             "compute": gemm.alone_us(gemm.num_programs),
-            "link": np.broadcast_to(link_us, (len(candidates),)),
-            "reduce": np.full(len(candidates), reduce_bytes / (_BYTES_PER_US * constants[f"{launch}.reduce_gbs"])),
+            "link": link_us,
+            "reduce": np.full(len(candidates), reduce_bytes / reduce_rate),
         },
     )
 
@@ -235,12 +276,12 @@ def fixed_us(step: str, work: Workload, hardware: Hardware) -> Mapping[str, floa
 
 
 def _exchange(work: Workload, hardware: Hardware) -> dict[str, float]:
-    # Ids and scores, 4 bytes each, to every rank.
-    sent_bytes = 8 * work.num_tokens * work.shape.top_k * work.shape.ep_degree
-    constants = hardware.constants
+    # Ids and scores, 4 bytes each, to every other rank.
+    sent_bytes = 8 * work.num_tokens * work.shape.top_k * (work.shape.ep_degree - 1)
+    gbs = hardware.link.at(np.array([_EXCHANGE_PROGRAMS]), np.array([_EXCHANGE_WARPS]))
     return {
-        "launch": constants["exchange.fixed_us"],
-        "send": sent_bytes / (_BYTES_PER_US * constants["exchange.gbs"]),
+        "launch": hardware.constants["exchange.fixed_us"],
+        "send": sent_bytes / (_BYTES_PER_US * float(gbs[0])),
     }
 
 
@@ -258,22 +299,24 @@ def _wgrad(work: Workload, hardware: Hardware) -> dict[str, float]:
     # An expert's last step is half empty on average.
     num_steps = work.num_rows / num_local / _WGRAD_STEP + 0.5
     tile_us = num_steps * constants["wgrad.step_us"] + constants["wgrad.tile_us"]
+    tile_us *= _hot("wgrad", work, hardware)
     compute_us = num_tiles * tile_us / hardware.num_multiprocessors
     io_bytes = _BYTES * (work.num_rows * (2 * dim + 3 * hidden_dim) + 3 * num_local * dim * hidden_dim)
     memory_us = io_bytes / (_BYTES_PER_US * hardware.memory_gbs)
-    weights_us = float(overlap(compute_us, memory_us, constants["wgrad.memory_share"])) + _TAIL_TILES * tile_us
-    scores_us = sum(_scores(work, hardware).values())
     return {
         "launch": constants["launch_us"],
-        "longer of weights and scores": max(weights_us, scores_us),
-        "not hidden of the shorter": constants["wgrad.scores_share"] * min(weights_us, scores_us),
+        "weights": float(overlap(compute_us, memory_us, constants["memory_share"])),
+        "tail": _TAIL_TILES * tile_us,
+        # On a stream of its own, but it comes first, and the weights' programs take whole multiprocessors.
+        "scores": _scores(work, hardware)["read"],
     }
 
 
 def _scores(work: Workload, hardware: Hardware) -> dict[str, float]:
     read_bytes = _BYTES * work.num_tokens * (work.shape.top_k + 1) * work.shape.dim
     constants = hardware.constants
-    return {"launch": constants["launch_us"], "read": read_bytes / (_BYTES_PER_US * constants["scores.gbs"])}
+    # Alone, as a calibration times it, the host's launch is a part of it.
+    return {"launch": constants["scores.fixed_us"], "read": read_bytes / (_BYTES_PER_US * constants["scores.gbs"])}
 
 
 _FIXED: dict[str, Callable[[Workload, Hardware], dict[str, float]]] = {

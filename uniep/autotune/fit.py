@@ -1,23 +1,33 @@
 """Fits the model's constants to measured times: a pure function, for a calibration and for a run that drifts."""
 
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from uniep.autotune.cost_model import Candidates, fixed_us, predict
-from uniep.autotune.hardware import COMBINES, DISPATCHES, TILES, TUNED, Floats, Hardware, constant_names
+from uniep.autotune.cost_model import BACKWARD, FORWARD, Candidates, fixed_us, predict
+from uniep.autotune.hardware import TILES, TUNED, Floats, Hardware, constant_names
 from uniep.autotune.workload import TILE_ROWS, Workload
 from uniep.shapes import MoEShape
 
-# A time's relative error by noise, and how far a constant may be from its start (a factor of e) at the same cost.
-_NOISE, _PRIOR = 0.01, 1.0
+# A time's error by noise: a share of it, and microseconds of it, which events and the ranks' skew cost whatever the
+# time is. The exchange, a few microseconds and much skew, so says little.
+_NOISE, _NOISE_US = 0.01, 4.0
+# Errors of this many times the noise count by their size, no longer by its square: a GPU whose clock was lowered for
+# a moment is late by up to a fifth, and none is early.
+_OUTLIER = 1.5
+# How far a constant may be from its start, in natural logarithms, at the cost of one error by noise.
+_PRIOR = 0.3
+# The same for shares of what a calibration measures by itself: of the link's table and of the memory's bandwidth.
+_PRIOR_OF_MEASURED = {"send_share": 0.05, "reduce_share": 0.05}
 # A constant that changes no measured time by this share of its own change is not decided by the measurement.
 _DECIDED = 0.02
 _MAX_STEPS = 40
 _LOG_STEP = 1e-4
+_STEPS = (*FORWARD, *BACKWARD, "scores")
 
 
 @dataclass(frozen=True)
@@ -61,14 +71,8 @@ class Fit:
 
 # Constants that a run's drift moves together: the same link, memory or clock serves all launches and tiles.
 RESOURCES: dict[str, tuple[str, ...]] = {
-    "link": (
-        *(f"{launch}.send_share" for launch in DISPATCHES),
-        *(f"{launch}.{tile}.link_gbs" for launch in COMBINES for tile in TILES),
-    ),
-    "memory": (
-        *(f"{launch}.relay_share" for launch in DISPATCHES),
-        *(f"{launch}.reduce_gbs" for launch in COMBINES),
-    ),
+    "link": ("send_share", "link_gbs"),
+    "memory": ("relay_share", "reduce_share"),
     "compute": ("wgrad.step_us", *(f"{launch}.{tile}.step_us" for launch in TUNED for tile in TILES)),
 }
 
@@ -76,23 +80,20 @@ RESOURCES: dict[str, tuple[str, ...]] = {
 def start_constants() -> dict[str, float]:
     """Orders of magnitude, of a Hopper GPU. A fit starts from them; those that it leaves are named as assumed."""
     constants = {
-        "launch_us": 6.0, "flag_us": 1.2, "mark_us": 3.0,
-        "exchange.fixed_us": 25.0, "exchange.gbs": 50.0, "plan.fixed_us": 30.0, "plan.gbs": 200.0, "scores.gbs": 3000.0,
-        "wgrad.step_us": 0.45, "wgrad.tile_us": 3.0, "wgrad.memory_share": 0.1, "wgrad.scores_share": 0.5,
+        "launch_us": 6.0, "chunk_us": 5.0, "mark_us": 3.0,
+        "send_share": 1.0, "relay_share": 0.7, "link_gbs": 330.0, "reduce_share": 1.0,
+        "memory_share": 0.1, "beside_share": 0.6, "hot_share": 0.1, "hot_tflop": 2.0,
+        "exchange.fixed_us": 30.0, "plan.fixed_us": 30.0, "plan.gbs": 500.0,
+        "scores.fixed_us": 20.0, "scores.gbs": 3000.0, "wgrad.step_us": 0.33, "wgrad.tile_us": 3.4,
     }  # fmt: skip
-    for launch in TUNED:
-        constants[f"{launch}.memory_share"] = 0.1
-        for name, tile in TILES.items():
-            # 650 TFLOP/s on 132 multiprocessors, and an epilogue by its columns.
-            flops = 2 * TILE_ROWS * tile.block_n * tile.block_k
-            constants[f"{launch}.{name}.step_us"] = flops / 4.9e6
-            constants[f"{launch}.{name}.tile_us"] = tile.block_n / 64
-    for launch in DISPATCHES:
-        constants |= {f"{launch}.send_share": 1.0, f"{launch}.relay_share": 0.9}
-    for launch in COMBINES:
-        constants[f"{launch}.reduce_gbs"] = 3000.0
-        for name, tile in TILES.items():
-            constants |= {f"{launch}.{name}.link_gbs": 310.0, f"{launch}.{name}.link_share": 0.4 / tile.occupancy**2}
+    # What an epilogue loads and stores: three outputs; one; two inputs and three outputs; one, of two products.
+    constants |= {"up.epilogue_us": 1.5, "down.epilogue_us": 4.0, "down_grad.epilogue_us": 18.0}
+    constants["up_grad.epilogue_us"] = 7.0
+    for name, tile in TILES.items():
+        constants[f"{name}.link_share"] = 0.3 / tile.occupancy
+        # 740 TFLOP/s on 132 multiprocessors.
+        step_us = 2 * TILE_ROWS * tile.block_n * tile.block_k / 5.6e6
+        constants |= {f"{launch}.{name}.step_us": step_us for launch in TUNED}
     return constants
 
 
@@ -103,7 +104,9 @@ def fit(
     groups: Mapping[str, Sequence[str]] | None = None,
     prior: float = _PRIOR,
 ) -> Fit:
-    """Least squares of the logarithms of the times, by damped Gauss-Newton steps in the logarithms of the constants.
+    """The constants under which the times are most likely, by damped Gauss-Newton steps in their logarithms.
+
+    Equal measurements count once, by their median: a step that every configuration repeats weighs no more than others.
 
     Args:
         hardware: where the constants start. One that the samples do not decide stays there.
@@ -114,25 +117,27 @@ def fit(
     if not samples:
         raise ValueError("samples must not be empty")
     scaled = dict(groups) if groups is not None else {name: (name,) for name in constant_names()}
-    model = _Model(hardware, samples, scaled)
+    held = np.array([prior if groups is not None else _PRIOR_OF_MEASURED.get(name, prior) for name in scaled])
+    model = _Model(hardware, medians(samples), scaled)
     logs = np.zeros(len(scaled))
     damping = 1e-3
     residuals = model.residuals(logs)
     for _ in range(_MAX_STEPS):
         jacobian = model.jacobian(logs, residuals)
-        cost = _cost(residuals, logs, prior)
-        normal = jacobian.T @ jacobian / _NOISE**2 + np.eye(len(logs)) / prior**2
-        gradient = jacobian.T @ residuals / _NOISE**2 + logs / prior**2
+        cost = _cost(residuals / model.noise, logs / held)
+        weights = 1.0 / (model.noise**2 * np.sqrt(1.0 + (residuals / model.noise / _OUTLIER) ** 2))
+        normal = jacobian.T @ (weights[:, None] * jacobian) + np.diag(1.0 / held**2)
+        gradient = jacobian.T @ (weights * residuals) + logs / held**2
         for _ in range(12):
             step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient)
             tried = logs + np.clip(step, -1.0, 1.0)
             tried_residuals = model.residuals(tried)
-            if _cost(tried_residuals, tried, prior) < cost:
+            if _cost(tried_residuals / model.noise, tried / held) < cost:
                 break
             damping *= 4.0
         else:
             break
-        gained = cost - _cost(tried_residuals, tried, prior)
+        gained = cost - _cost(tried_residuals / model.noise, tried / held)
         logs, residuals, damping = tried, tried_residuals, damping / 8.0
         if gained < 1e-6 * cost:
             break
@@ -141,13 +146,29 @@ def fit(
         name for of_group, most in zip(scaled.values(), influence, strict=True) if most > _DECIDED for name in of_group
     }
     assumed = hardware.assumed if groups is not None else tuple(n for n in constant_names() if n not in decided)
-    values = asdict(model.hardware(logs)) | {"assumed": assumed}
-    found = Hardware(**{**values, "link": hardware.link, "copy": hardware.copy})
-    return Fit(found, np.expm1(residuals))
+    found = replace(model.hardware(logs), assumed=assumed)
+    return Fit(found, errors_of(found, samples))
 
 
-def _cost(residuals: Floats, logs: Floats, prior: float) -> float:
-    return float(residuals @ residuals) / _NOISE**2 + float(logs @ logs) / prior**2
+def errors_of(hardware: Hardware, samples: Sequence[Sample]) -> Floats:
+    """Predicted over measured, less 1, of each sample."""
+    model = _Model(hardware, samples, {})
+    return np.expm1(model.residuals(np.zeros(0)))
+
+
+def medians(samples: Sequence[Sample]) -> list[Sample]:
+    """One sample of all that are equal but for their times."""
+    times: dict[Sample, list[float]] = defaultdict(list)
+    for sample in samples:
+        times[replace(sample, us=0.0)].append(sample.us)
+    return [replace(sample, us=statistics.median(us)) for sample, us in times.items()]
+
+
+def _cost(errors: Floats, changes: Floats) -> float:
+    """Both in units of what is expected. Errors count by squares while small, by twice _OUTLIER times their size where
+    large."""
+    of_errors = 2.0 * _OUTLIER**2 * (np.sqrt(1.0 + (errors / _OUTLIER) ** 2) - 1.0)
+    return float(of_errors.sum() + changes @ changes)
 
 
 class _Model:
@@ -156,7 +177,9 @@ class _Model:
     def __init__(self, hardware: Hardware, samples: Sequence[Sample], groups: Mapping[str, Sequence[str]]):
         self._hardware = hardware
         self._groups = groups
-        self._measured = np.log([sample.us for sample in samples])
+        us = np.array([sample.us for sample in samples])
+        self._measured = np.log(us)
+        self.noise = np.hypot(_NOISE, _NOISE_US / us)
         batches: dict[tuple[str, MoEShape, int], list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
             batches[sample.step, sample.shape, sample.num_tokens].append(index)
@@ -198,8 +221,8 @@ class _Model:
 
 def _concerns(constant: str, step: str) -> bool:
     """Whether a constant can change a step's time: its first word is a step, or it is everyone's."""
-    owner = constant.partition(".")[0] if "." in constant else step
-    return owner == step or (owner, step) == ("scores", "wgrad")
+    owner = constant.partition(".")[0]
+    return owner not in _STEPS or owner == step or (owner, step) == ("scores", "wgrad")
 
 
 def _candidates(samples: Sequence[Sample]) -> Candidates | None:

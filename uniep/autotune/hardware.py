@@ -5,8 +5,10 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,9 @@ class Bandwidth:
         """GB/s, between the measured points by straight lines (over the logarithm of the warps), from 0 for no program;
         constant past the ends."""
         found = np.empty(np.broadcast(num_programs, num_warps).shape)
-        for warps in np.unique(num_warps):
+        for warps in set(num_warps.tolist()):
             here = num_warps == warps
-            found[here] = np.interp(num_programs[here], (0, *self.num_programs), (0.0, *self._row(int(warps))))
+            found[here] = np.interp(num_programs[here], (0, *self.num_programs), self._row(warps))
         return found
 
     @staticmethod
@@ -65,10 +67,17 @@ class Bandwidth:
         gbs = tuple(tuple(row) for row in values["gbs"])
         return Bandwidth(tuple(values["num_warps"]), tuple(values["num_programs"]), gbs)
 
-    def _row(self, num_warps: int) -> Floats:
-        table = np.asarray(self.gbs, dtype=float)
-        logs = np.log2(np.asarray(self.num_warps, dtype=float))
-        return np.array([np.interp(np.log2(num_warps), logs, column) for column in table.T])
+    def _row(self, num_warps: int) -> tuple[float, ...]:
+        """GB/s of these warps, from no program on; kept, because a search asks many times."""
+        if num_warps not in self._rows:
+            place = np.interp(np.log2(num_warps), np.log2(self.num_warps), range(len(self.num_warps)))
+            low, high = np.array(self.gbs[math.floor(place)]), np.array(self.gbs[math.ceil(place)])
+            self._rows[num_warps] = (0.0, *(low + (place - math.floor(place)) * (high - low)).tolist())
+        return self._rows[num_warps]
+
+    @cached_property
+    def _rows(self) -> dict[int, tuple[float, ...]]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -92,17 +101,14 @@ TILES = {
 
 def constant_names() -> tuple[str, ...]:
     """All constants of the model. Units stand in the names; `share` is a number without a unit."""
-    names = ["launch_us", "flag_us", "mark_us"]
-    names += ["exchange.fixed_us", "exchange.gbs", "plan.fixed_us", "plan.gbs", "scores.gbs"]
-    names += ["wgrad.step_us", "wgrad.tile_us", "wgrad.memory_share", "wgrad.scores_share"]
+    names = ["launch_us", "chunk_us", "mark_us", "send_share", "relay_share", "link_gbs", "reduce_share"]
+    names += ["memory_share", "beside_share", "hot_share", "hot_tflop"]
+    names += ["exchange.fixed_us", "plan.fixed_us", "plan.gbs", "scores.fixed_us", "scores.gbs"]
+    names += ["wgrad.step_us", "wgrad.tile_us"]
+    names += [f"{tile}.link_share" for tile in TILES]
     for launch in TUNED:
-        names += [f"{launch}.{tile}.{cost}" for tile in TILES for cost in ("step_us", "tile_us")]
-        names.append(f"{launch}.memory_share")
-    for launch in DISPATCHES:
-        names += [f"{launch}.send_share", f"{launch}.relay_share"]
-    for launch in COMBINES:
-        names += [f"{launch}.{tile}.{cost}" for tile in TILES for cost in ("link_gbs", "link_share")]
-        names.append(f"{launch}.reduce_gbs")
+        names += [f"{launch}.{tile}.step_us" for tile in TILES]
+        names.append(f"{launch}.epilogue_us")
     return tuple(names)
 
 
@@ -141,9 +147,13 @@ class Hardware:
             if not 0.0 < value < float("inf"):
                 raise HardwareError(f"{name} must be a positive number, got {value}")
 
-    def of_tiles(self, launch: str, cost: str) -> Floats:
-        """A constant of each tile, in the order of TILES."""
-        return np.array([self.constants[f"{launch}.{tile}.{cost}"] for tile in TILES])
+    def steps_us(self, launch: str) -> Floats:
+        """Of each tile, in the order of TILES."""
+        return np.array([self.constants[f"{launch}.{tile}.step_us"] for tile in TILES])
+
+    def link_shares(self) -> Floats:
+        """Of each tile, in the order of TILES."""
+        return np.array([self.constants[f"{tile}.link_share"] for tile in TILES])
 
     def offers(self, launch: str) -> tuple[str, ...]:
         """The tiles that a search may choose for a launch: those that were timed in it."""
