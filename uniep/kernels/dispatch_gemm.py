@@ -41,8 +41,8 @@ _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
 # Steps of a relay's copy in flight.
 _COPY_STAGES = tl.constexpr(3)
-# Columns a warp that an epilogue with two inputs and three outputs takes at once: more of them spill. With the divisions
-# of compiled models it is half as many.
+# Columns a warp that an epilogue with two inputs and three outputs takes at once: more of them spill. For compiled
+# models, because of their divisions, half as many.
 _PART_COLS_OF_WARP = 4
 
 _CHANGING = ["scores_address", "rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"]
