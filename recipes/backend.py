@@ -86,6 +86,7 @@ def open_backend(
     options: UniEP,
     score_before_experts: bool = False,
     num_layers_waiting: int = 1,
+    compiled: bool = False,
     switches: Mapping[str, Any] | None = None,
 ) -> RoutedBackend:
     """Opens a backend for all MoE layers of a shape.
@@ -97,6 +98,7 @@ def open_backend(
         score_before_experts: the model's; the tuner compiles for it.
         num_layers_waiting: layers whose forward has run and whose backward has not, at most; their returned rows can
             stay in the symmetric memory, those of any more are copied.
+        compiled: the stock block's experts would be compiled, which rounds SwiGLU less often.
         switches: for measuring, fields of KernelConfig and HeapLayout to set.
 
     Raises:
@@ -106,7 +108,7 @@ def open_backend(
     logger.info(f'MoE numerics: "{options.numerics}"')
     facts: dict[str, Any] = {"numerics": options.numerics}
     if name == "reference":
-        return RoutedBackend(name, functools.partial(reference_moe, group=group), facts)
+        return RoutedBackend(name, functools.partial(reference_moe, group=group, compiled=compiled), facts)
     device = torch.device("cuda", torch.cuda.current_device())
     settings = dict(switches or {})
     keeps_rows = options.numerics == "bitwise" and not score_before_experts
@@ -122,7 +124,12 @@ def open_backend(
     config = replace(default_config(device), **settings)
     facts |= {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
     timeline = Timeline(device) if options.timeline_steps else None
-    more: dict[str, Any] = {"heap": heap, "fast": options.numerics == "fast", "timeline": timeline}
+    more: dict[str, Any] = {
+        "heap": heap,
+        "fast": options.numerics == "fast",
+        "compiled": compiled,
+        "timeline": timeline,
+    }
     tune = options.tune
     if tune.mode != "off":
         tune = resolve_tune(tune, torch.cuda.get_device_name(device))
@@ -130,7 +137,13 @@ def open_backend(
         run = functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more)
         return RoutedBackend(name, run, facts, close=heap.close, timeline=timeline)
     tuner = open_tuner(
-        heap, group, base=config, options=tune, score_before_experts=score_before_experts, fast=more["fast"]
+        heap,
+        group,
+        base=config,
+        options=tune,
+        score_before_experts=score_before_experts,
+        fast=more["fast"],
+        compiled=compiled,
     )
     run = functools.partial(tuner.run, **more)
     return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, heap.close, timeline, tuner.metrics)

@@ -64,6 +64,7 @@ def warm_up(
     *,
     score_before_experts: bool = False,
     fast: bool = False,
+    compiled: bool = False,
 ) -> None:
     """A forward and a backward, which compile what the configuration needs and make room for the rows."""
     x, scores, w1, w2, w3 = leaves = [
@@ -83,6 +84,7 @@ def warm_up(
             heap=heap,
             config=config,
             fast=fast,
+            compiled=compiled,
         )
         torch.autograd.grad(out_TD, leaves, inputs.grad_TD)
 

@@ -60,6 +60,7 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
             options=job_config.uniep,
             score_before_experts=args.moe_args.score_before_experts,
             num_layers_waiting=_num_layers_waiting(model, job_config),
+            compiled=_compiles_model(job_config),
         )
         for block in _blocks(model):
             if block.moe_enabled:
@@ -95,6 +96,10 @@ def _num_layers_waiting(model: nn.Module, job_config: JobConfig) -> int:
     return max(sum(bool(block.moe_enabled) for block in _blocks(model)), 1)
 
 
+def _compiles_model(job_config: JobConfig) -> bool:
+    return job_config.compile.enable and "model" in job_config.compile.components
+
+
 def _blocks(model: nn.Module) -> list[Any]:
     return list(model.get_submodule("layers").children())
 
@@ -108,7 +113,7 @@ def _parallelize(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, ac_save_ops: set[torch._ops.OpOverload]
 ) -> nn.Module:
     """`parallelize_qwen3` and `parallelize_deepseekv3` without tensor parallelism and without placing the experts."""
-    model_compile_enabled = job_config.compile.enable and "model" in job_config.compile.components
+    model_compile_enabled = _compiles_model(job_config)
     if parallel_dims.cp_enabled:
         apply_cp_to_attention_module(
             [block.attention.inner_attention for block in _blocks(model)],

@@ -304,6 +304,7 @@ def open_tuner(
     options: Tune,
     score_before_experts: bool,
     fast: bool = False,
+    compiled: bool = False,
 ) -> Tuner:
     """Chooses for all buckets and compiles what they need. All ranks of the group call it together.
 
@@ -328,7 +329,7 @@ def open_tuner(
     )
     inputs = LayerInputs.draw(heap, min(max_tokens, _WARM_UP_TOKENS))
     for config in tuner.configs_to_compile():
-        warm_up(inputs, heap, config, score_before_experts=score_before_experts, fast=fast)
+        warm_up(inputs, heap, config, score_before_experts=score_before_experts, fast=fast, compiled=compiled)
     del inputs
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -80,6 +80,7 @@ def forward_steps(
     config: KernelConfig,
     save: bool = False,
     fast: bool = False,
+    compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> Generator[None, None, tuple[Tensor, Saved | None]]:
     """One forward without autograd, one launch a step: exchange, plan, dispatch + up GEMM, down GEMM + combine, the
@@ -121,6 +122,7 @@ def forward_steps(
             epoch=epoch,
             score_before_experts=score_before_experts,
             save_halves=save,
+            compiled=compiled,
             timeline=timeline,
         )
         yield
@@ -171,6 +173,7 @@ def backward_steps(
     heap: SymmetricHeap,
     config: KernelConfig,
     fast: bool = False,
+    compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> Generator[None, None, Gradients]:
     """One backward, one launch that waits for peers a step: dispatch + GEMM through w2, gradients of the weights, GEMM
@@ -181,8 +184,8 @@ def backward_steps(
         grad_TD: gradients of the output.
         saved: what the forward left.
         x_TD: the forward's tokens if score_before_experts, else None.
-        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config, fast, timeline: the
-            forward's.
+        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config, fast, compiled, timeline:
+            the forward's.
     """
     scores_at_experts = fast and not score_before_experts
     grad_TD, scores_TK = grad_TD.contiguous(), scores_TK.contiguous()
@@ -201,6 +204,7 @@ def backward_steps(
         config=config,
         epoch=epoch,
         scores_at_experts=scores_at_experts,
+        compiled=compiled,
         timeline=timeline,
     )
     dispatched = torch.cuda.current_stream().record_event() if grad_TD.is_cuda else None
@@ -322,6 +326,7 @@ class _FusedMoE(torch.autograd.Function):
         heap: SymmetricHeap,
         config: KernelConfig,
         fast: bool,
+        compiled: bool,
         timeline: Timeline | None,
         on_step: Callable[[int], None] | None,
     ) -> Tensor:
@@ -331,6 +336,7 @@ class _FusedMoE(torch.autograd.Function):
             "heap": heap,
             "config": config,
             "fast": fast,
+            "compiled": compiled,
             "timeline": timeline,
         }
         out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, **more), on_step)
@@ -351,7 +357,7 @@ class _FusedMoE(torch.autograd.Function):
         got = _finish(backward_steps(grads[0], saved, *inputs, **ctx.options))
         weights = zip((got.w1_LFD, got.w2_LDF, got.w3_LFD), inputs[3:], strict=True)
         grad_weights = (grad.to(weight.dtype) for grad, weight in weights)
-        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None, None, None
+        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None, None, None, None
 
 
 def fused_moe(
@@ -366,6 +372,7 @@ def fused_moe(
     heap: SymmetricHeap,
     config: KernelConfig,
     fast: bool = False,
+    compiled: bool = False,
     timeline: Timeline | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
@@ -383,15 +390,21 @@ def fused_moe(
         config: how the kernels share the GPU.
         fast: let the backward round less often and take the gradients of the scores at the experts: other bits than
             the reference's, the same on every run.
+        compiled: SwiGLU as torch.compile rounds it, for models whose stock block is compiled.
         timeline: records every task of this layer while it is recording, and changes no bit.
         on_step: for timing, called with a number of FORWARD_STEPS before each step of a forward that autograd records.
             Where rows had no room, there are more steps.
     """
     tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, timeline, on_step)
+        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, compiled, timeline, on_step)
     return fused_forward(
-        *tensors, score_before_experts=score_before_experts, heap=heap, config=config, timeline=timeline
+        *tensors,
+        score_before_experts=score_before_experts,
+        heap=heap,
+        config=config,
+        compiled=compiled,
+        timeline=timeline,
     )
 
 

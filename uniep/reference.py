@@ -6,6 +6,8 @@ On CPUs, where the stock block cannot run, it computes in the dtype of its input
 rounded once, as the tensor cores do).
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +122,38 @@ def sum_by_expert(rows_TKD: Tensor, expert_ids_TK: Tensor) -> Tensor:
     return sum_TD
 
 
+def swiglu(gate_PF: Tensor, up_PF: Tensor) -> Tensor:
+    """h of both halves."""
+    return F.silu(gate_PF) * up_PF
+
+
+def swiglu_grads(grad_h_PF: Tensor, gate_PF: Tensor, up_PF: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up."""
+    return torch.ops.aten.silu_backward(grad_h_PF * up_PF, gate_PF), grad_h_PF * F.silu(gate_PF)
+
+
+def _swiglu_fp32(gate_PF: Tensor, up_PF: Tensor) -> Tensor:
+    gate = gate_PF.float()
+    return (gate / ((-gate).exp() + 1) * up_PF.float()).to(gate_PF.dtype)
+
+
+def _swiglu_grads_fp32(grad_h_PF: Tensor, gate_PF: Tensor, up_PF: Tensor) -> tuple[Tensor, Tensor]:
+    grad_h, gate, up = grad_h_PF.float(), gate_PF.float(), up_PF.float()
+    denominator = (-gate).exp() + 1
+    sigmoid = 1 / denominator
+    grad_gate = grad_h * up * sigmoid * (gate * (1 - sigmoid) + 1)
+    return grad_gate.to(gate_PF.dtype), (grad_h * (gate / denominator)).to(gate_PF.dtype)
+
+
+@functools.cache
+def compiled_swiglu(device_type: str) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+    """`swiglu` and `swiglu_grads` as torch.compile rounds them: each result once. On a GPU it is torch.compile, whose
+    exp and division are its own; on a CPU, where no stock block can be compiled, the same in fp32."""
+    if device_type == "cuda":
+        return torch.compile(swiglu, dynamic=True), torch.compile(swiglu_grads, dynamic=True)
+    return _swiglu_fp32, _swiglu_grads_fp32
+
+
 class _ReferenceMoE(torch.autograd.Function):
     # Without FSDP (one GPU) TorchTitan trains under autocast; these two give the backward the forward's.
     @staticmethod
@@ -134,6 +168,7 @@ class _ReferenceMoE(torch.autograd.Function):
         w3_LFD: Tensor,
         score_before_experts: bool,
         group: dist.ProcessGroup | None,
+        compiled: bool,
     ) -> Tensor:
         (num_tokens, dim), top_k = x_TD.shape, expert_ids_TK.shape[1]
         compute_dtype = _compute_dtype(x_TD)
@@ -146,7 +181,8 @@ class _ReferenceMoE(torch.autograd.Function):
         a_PD = dispatch(rows_ND, routes, group).to(compute_dtype)
         gate_PF = grouped_mm(a_PD, w1.transpose(1, 2), routes.ends_L)
         up_PF = grouped_mm(a_PD, w3.transpose(1, 2), routes.ends_L)
-        y_PD = grouped_mm(F.silu(gate_PF) * up_PF, w2.transpose(1, 2), routes.ends_L).to(x_TD.dtype)
+        h_of, grads_of = compiled_swiglu(x_TD.device.type) if compiled else (swiglu, swiglu_grads)
+        y_PD = grouped_mm(h_of(gate_PF, up_PF), w2.transpose(1, 2), routes.ends_L).to(x_TD.dtype)
         y_TKD = combine(y_PD, routes, group).view(num_tokens, top_k, dim)
         if score_before_experts:
             out_TD = sum_over_k(y_TKD)
@@ -154,6 +190,7 @@ class _ReferenceMoE(torch.autograd.Function):
             out_TD = torch.bmm(scores_TK.reshape(-1, 1, top_k), y_TKD.float()).squeeze(1).to(x_TD.dtype, copy=True)
 
         ctx.routes, ctx.group, ctx.score_before_experts = routes, group, score_before_experts
+        ctx.swiglu = h_of, grads_of
         saved_y = None if score_before_experts else y_TKD
         saved_x = x_TD if score_before_experts else None
         ctx.save_for_backward(scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, a_PD, gate_PF, up_PF, saved_y, saved_x)
@@ -177,11 +214,10 @@ class _ReferenceMoE(torch.autograd.Function):
             grad_y_ND = torch.bmm(scores_TK.unsqueeze(2), grad_T1D).to(dtype).view(-1, dim)
 
         grad_PD = dispatch(grad_y_ND[routes.order_N], routes, ctx.group).to(compute_dtype)
-        silu_PF = F.silu(gate_PF)
-        grad_w2 = grouped_wgrad(grad_PD, silu_PF * up_PF, routes.ends_L)
+        h_of, grads_of = ctx.swiglu
+        grad_w2 = grouped_wgrad(grad_PD, h_of(gate_PF, up_PF), routes.ends_L)
         grad_h_PF = grouped_mm(grad_PD, w2, routes.ends_L)
-        grad_up_PF = grad_h_PF * silu_PF
-        grad_gate_PF = torch.ops.aten.silu_backward(grad_h_PF * up_PF, gate_PF)
+        grad_gate_PF, grad_up_PF = grads_of(grad_h_PF, gate_PF, up_PF)
         grad_w1 = grouped_wgrad(grad_gate_PF, a_PD, routes.ends_L)
         grad_w3 = grouped_wgrad(grad_up_PF, a_PD, routes.ends_L)
         grad_a_PD = grouped_mm(grad_gate_PF, w1, routes.ends_L).to(dtype)
@@ -195,7 +231,7 @@ class _ReferenceMoE(torch.autograd.Function):
             grad_rows_ND = (grad_rows_NF32 * scores_TK.reshape(-1, 1)).to(dtype)
         grad_x_TD = sum_by_expert(grad_rows_ND.view(num_tokens, top_k, dim), expert_ids_TK)
         grad_w1, grad_w2, grad_w3 = grad_w1.to(w1_LFD.dtype), grad_w2.to(w2_LDF.dtype), grad_w3.to(w3_LFD.dtype)
-        return grad_x_TD, grad_scores_TK, None, grad_w1, grad_w2, grad_w3, None, None
+        return grad_x_TD, grad_scores_TK, None, grad_w1, grad_w2, grad_w3, None, None, None
 
 
 def reference_moe(
@@ -208,6 +244,7 @@ def reference_moe(
     *,
     score_before_experts: bool,
     group: dist.ProcessGroup | None,
+    compiled: bool = False,
 ) -> Tensor:
     """The routed experts of one MoE layer, from the router's choice to the combined output, with autograd.
 
@@ -218,13 +255,15 @@ def reference_moe(
         w1_LFD, w2_LDF, w3_LFD: this rank's experts, out = w2 (silu(w1 x) * w3 x).
         score_before_experts: scale the experts' inputs instead of their outputs.
         group: the expert-parallel ranks, or None for one rank.
+        compiled: SwiGLU as torch.compile rounds it, for models whose stock block is compiled.
 
     Returns:
         out_TD in the dtype of x_TD.
 
     Source: torchtitan.models.moe.moe.MoE.forward, torchtitan.distributed.expert_parallel.ExpertParallel.
     """
-    return _ReferenceMoE.apply(x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, group)
+    tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
+    return _ReferenceMoE.apply(*tensors, score_before_experts, group, compiled)
 
 
 def _all_to_all(

@@ -1,7 +1,7 @@
 """Worker: our MoE block against TorchTitan's own on the same weights and tokens: output and gradients, bit for bit.
 
 torchrun --nproc_per_node=2 tests/gpu/stock_equality.py [--tokens 2048] [--cases shapes,top_k,routing] [--backend uniep]
-    [--memory nvshmem torch]
+    [--memory nvshmem torch] [--compiled]
 Prints a JSON line a case on rank 0 and exits with 1 if any case is unequal.
 """
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.models.moe import moe as moe_module
 
 from recipes.backend import open_backend
 from recipes.config import UniEP
@@ -84,7 +85,9 @@ def run(moe: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -> dict[str, 
     return {n: (t.to_local() if isinstance(t, DTensor) else t).clone() for n, t in results.items() if t is not None}
 
 
-def compare(case: Case, mesh, device: torch.device, backend_name: str, memories: list[str]) -> Iterator[dict]:
+def compare(
+    case: Case, mesh, device: torch.device, backend_name: str, memories: list[str], compiled: bool
+) -> Iterator[dict]:
     """A result for each symmetric memory."""
     args = MoEArgs(
         num_experts=case.E,
@@ -117,6 +120,7 @@ def compare(case: Case, mesh, device: torch.device, backend_name: str, memories:
             max_tokens=case.T,
             ep_mesh=mesh,
             options=UniEP(symmetric_memory=memory),
+            compiled=compiled,
         )
         ours = UniEPMoE(stock, backend, ep_mesh=mesh)
         got = run(ours, x, grad)
@@ -146,17 +150,21 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--cases", default="shapes,top_k,routing")
     parser.add_argument("--backend", default="reference", choices=("reference", "uniep"))
+    parser.add_argument("--compiled", action="store_true", help="with the stock experts compiled, as by [compile]")
     parser.add_argument("--memory", nargs="+", default=["auto"], choices=("auto", "nvshmem", "torch"))
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    if options.compiled:
+        # What TorchTitan's apply_compile does with them.
+        moe_module._run_experts_grouped_mm = torch.compile(moe_module._run_experts_grouped_mm, fullgraph=True)
     groups = {"shapes": lambda: shape_cases(options.tokens), "top_k": top_k_cases, "routing": routing_cases}
     failed = 0
     for group in options.cases.split(","):
         for case in groups[group]():
-            for result in compare(case, mesh, device, options.backend, options.memory):
+            for result in compare(case, mesh, device, options.backend, options.memory, options.compiled):
                 failed += not result["equal"]
                 if dist.get_rank() == 0:
                     print(json.dumps(result), flush=True)

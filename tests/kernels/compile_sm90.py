@@ -95,9 +95,16 @@ def _resources(binary: Any) -> dict[str, Any]:
 
 
 def capture_launches(
-    shape: MoEShape, num_tokens: int, config: KernelConfig, *, score_before_experts: bool, recorded: bool = False
+    shape: MoEShape,
+    num_tokens: int,
+    config: KernelConfig,
+    *,
+    score_before_experts: bool,
+    recorded: bool = False,
+    compiled: bool = False,
 ) -> list[Capture]:
-    """Calls every launcher with tensors that have no memory. recorded: with a timeline."""
+    """Calls every launcher with tensors that have no memory. recorded: with a timeline. compiled: SwiGLU as
+    torch.compile rounds it."""
     captures = []
     for module, kernels in (
         ("exchange_routing", ["_exchange_routing_kernel"]),
@@ -130,7 +137,9 @@ def capture_launches(
     plan, _ = build_plan.launch_build_plan(heap)
     score: dict[str, Any] = {"score_before_experts": score_before_experts, "timeline": timeline}
     rows = num_tokens * shape.top_k
-    up = launch_dispatch_gemm(x, w1, w3, plan, heap, config=config, room_rows=rows, epoch=1, save_halves=True, **score)
+    up = launch_dispatch_gemm(
+        x, w1, w3, plan, heap, config=config, room_rows=rows, epoch=1, save_halves=True, compiled=compiled, **score
+    )
     launch_gemm_combine(
         up.h_RF,
         w2,
@@ -157,6 +166,7 @@ def capture_launches(
             epoch=2,
             timeline=timeline,
             scores_at_experts=fast and not score_before_experts,
+            compiled=compiled,
         )
         launch_gemm_combine_backward(
             grads.grad_g_RF,
@@ -203,15 +213,18 @@ SHAPES = [
 ]
 
 
-def _print_rows(entry: tuple[Any, ...], *, with_small: bool, recorded: bool = False) -> None:
+def _print_rows(entry: tuple[Any, ...], *, with_small: bool, recorded: bool = False, compiled: bool = False) -> None:
     name, shape, num_tokens, tiles, arch, score_before_experts = entry
     config = KernelConfig(num_programs=132)
     config = replace(config, **{name: replace(getattr(config, name), **tiles) for name in LAUNCHES})
-    options = {"score_before_experts": score_before_experts, "recorded": recorded}
+    options = {"score_before_experts": score_before_experts, "recorded": recorded, "compiled": compiled}
     for capture in capture_launches(shape, num_tokens, config, **options):
         if with_small or "gemm" in capture.kernel.__name__:
             for launch, (_, kwargs) in enumerate(capture.launches):
-                row = {"shape": name, "arch": arch, "tiles": tiles, "recorded": recorded}
+                # With numerics = "fast" SwiGLU is its own, and other kernels have none.
+                if compiled and (launch == 2 or "COMPILED" not in kwargs):
+                    continue
+                row = {"shape": name, "arch": arch, "tiles": tiles, "recorded": recorded, "compiled": compiled}
                 row |= {"backward": kwargs.get("BACKWARD", False), "fast": launch == 2}
                 row |= compile_launch(capture, arch, launch)
                 print(json.dumps(row), flush=True)
@@ -222,6 +235,7 @@ def main() -> None:
         # The small kernels hardly depend on the shape.
         _print_rows(entry, with_small=index == 0 or entry[1].ep_degree == 1)
     _print_rows(SHAPES[3], with_small=True, recorded=True)
+    _print_rows(SHAPES[3], with_small=False, compiled=True)
 
 
 if __name__ == "__main__":

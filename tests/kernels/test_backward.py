@@ -19,9 +19,10 @@ from tests.kernels.test_forward import CASES as FORWARD_CASES
 from tests.kernels.test_forward import Case, poison
 from uniep.kernels.config import KernelConfig
 from uniep.kernels.signals import wait_all_ranks
-from uniep.kernels.swiglu import swiglu_backward, swiglu_backward_ref
+from uniep.kernels.swiglu import swiglu_backward, swiglu_backward_compiled, swiglu_backward_ref
 from uniep.kernels.wgrad import WgradConfig
 from uniep.layer import fused_moe
+from uniep.reference import compiled_swiglu
 from uniep.symmetric.heap import SymmetricHeap
 
 NAMES = ("x", "scores", "w1", "w2", "w3")
@@ -242,10 +243,15 @@ def test_flag_of_a_later_epoch_counts(flag: int, given_up: bool) -> None:
 
 
 @triton.jit
-def _swiglu_backward_kernel(grad_h, gate, up, grad_gate, grad_up, h, BLOCK: tl.constexpr):
+def _swiglu_backward_kernel(
+    grad_h, gate, up, grad_gate, grad_up, h, BLOCK: tl.constexpr, COMPILED: tl.constexpr = False
+):
     index = tl.arange(0, BLOCK)
     grad = tl.load(grad_h + index).to(tl.float32)
-    results = swiglu_backward(grad, tl.load(gate + index), tl.load(up + index))
+    if COMPILED:
+        results = swiglu_backward_compiled(grad, tl.load(gate + index), tl.load(up + index))
+    else:
+        results = swiglu_backward(grad, tl.load(gate + index), tl.load(up + index))
     tl.store(grad_gate + index, results[0])
     tl.store(grad_up + index, results[1])
     tl.store(h + index, results[2])
@@ -258,3 +264,17 @@ def test_swiglu_backward_is_torchs() -> None:
     _swiglu_backward_kernel[(1,)](*inputs, *outputs, BLOCK=4096)
     for name, got, want in zip(("grad_g", "grad_u", "h"), outputs, swiglu_backward_ref(*inputs), strict=True):
         assert torch.equal(got, want), name
+
+
+def test_compiled_swiglu_rounds_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grad_h, gate, up = (torch.randn(4096, generator=generator).mul(scale).bfloat16() for scale in (1.0, 4.0, 1.0))
+    outputs = [torch.empty(4096, dtype=torch.bfloat16) for _ in range(3)]
+    _swiglu_backward_kernel[(1,)](grad_h, gate, up, *outputs, BLOCK=4096, COMPILED=True)
+    h_of, grads_of = compiled_swiglu("cpu")
+    want = (*grads_of(grad_h, gate, up), h_of(gate, up))
+    for name, got, once, each in zip(
+        ("grad_g", "grad_u", "h"), outputs, want, swiglu_backward_ref(grad_h, gate, up), strict=True
+    ):
+        assert torch.equal(got, once), name
+        assert not torch.equal(got, each), name

@@ -26,8 +26,8 @@ def open_group(tmp_path: Path, rank: int, num_ranks: int = 2) -> dist.ProcessGro
     return dist.group.WORLD
 
 
-@pytest.mark.parametrize("score_before_experts", [False, True])
-def test_gradients_are_the_references(score_before_experts: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("score_before_experts", "compiled"), [(False, False), (True, False), (False, True)])
+def test_gradients_are_the_references(score_before_experts: bool, compiled: bool, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.rand(num, 6, generator=generator).topk(3).indices for num in (7, 5)]
     batch = draw_batch(SHAPE, ids, seed=1, exact=True)
@@ -47,7 +47,8 @@ def test_gradients_are_the_references(score_before_experts: bool, tmp_path: Path
             torch.use_deterministic_algorithms("on_step" in more)
             inputs = [t.clone().requires_grad_() for t in (batch.x[rank], batch.scores[rank], *batch.weights(rank))]
             x, scores, w1, w2, w3 = inputs
-            out = moe(x, scores, ids[rank], w1, w2, w3, score_before_experts=score_before_experts, **more)
+            scored = {"score_before_experts": score_before_experts, "compiled": compiled}
+            out = moe(x, scores, ids[rank], w1, w2, w3, **scored, **more)
             grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
             results.append((out.detach(), *grads))
         # The layer keeps deterministic mode from filling its buffers, and only its own.

@@ -41,7 +41,8 @@ _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 
 # Steps of a relay's copy in flight.
 _COPY_STAGES = tl.constexpr(3)
-# Columns a warp that an epilogue with two inputs and three outputs takes at once: more of them spill.
+# Columns a warp that an epilogue with two inputs and three outputs takes at once: more of them spill. For compiled
+# models, because of their divisions, half as many.
 _PART_COLS_OF_WARP = 4
 
 _CHANGING = ["scores_address", "rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"]
@@ -100,6 +101,7 @@ def _dispatch_gemm_kernel(
     PARTS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCORED: tl.constexpr,
+    COMPILED: tl.constexpr,
     COPY_PER_EXPERT: tl.constexpr,
     DYNAMIC: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -236,6 +238,7 @@ def _dispatch_gemm_kernel(
                     TMA,
                     PARTS,
                     SCORED,
+                    COMPILED,
                     LANES,
                 )
             else:
@@ -258,6 +261,7 @@ def _dispatch_gemm_kernel(
                     BLOCK_K,
                     TMA,
                     SAVE_HALVES,
+                    COMPILED,
                     LANES,
                 )
             task_ends(records, begun, ROLE_COMP, task, LANES, work_ns=work_ns)
@@ -312,9 +316,11 @@ def launch_dispatch_gemm(
     epoch: int,
     score_before_experts: bool,
     save_halves: bool,
+    compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> UpRows:
-    """The forward, with outputs of room_rows rows. If R is more, its tokens are sent and nothing else is done."""
+    """The forward, with outputs of room_rows rows. If R is more, its tokens are sent and nothing else is done.
+    compiled: SwiGLU as torch.compile rounds it."""
     dim, hidden_dim = heap.layout.shape.dim, heap.layout.shape.hidden_dim
     tiles = config.up
     block_n = tiles.block_n // 2
@@ -339,6 +345,7 @@ def launch_dispatch_gemm(
         epoch=epoch,
         backward=False,
         save_halves=save_halves,
+        compiled=compiled,
         timeline=timeline,
     )
     return UpRows(x_RD, g_RF, u_RF, h_RF)
@@ -356,6 +363,7 @@ def launch_dispatch_gemm_backward(
     config: KernelConfig,
     epoch: int,
     scores_at_experts: bool = False,
+    compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> GradRows:
     """The backward, with as many rows as the forward left: they are all that come.
@@ -369,6 +377,7 @@ def launch_dispatch_gemm_backward(
         heap, config: as in the forward.
         epoch: a new one.
         scores_at_experts: apply the scores behind w2 instead of to the rows that come, and take their gradients there.
+        compiled: the forward's.
         timeline: records the launch, if it is recording.
     """
     dim, hidden_dim = heap.layout.shape.dim, heap.layout.shape.hidden_dim
@@ -398,6 +407,7 @@ def launch_dispatch_gemm_backward(
         backward=True,
         save_halves=False,
         scores_at_experts=scores_at_experts,
+        compiled=compiled,
         timeline=timeline,
     )
     return GradRows(grad_y_RD, grad_g_RF, grad_u_RF, h_RF, score_parts_RP)
@@ -421,6 +431,7 @@ def _launch(
     epoch: int,
     backward: bool,
     save_halves: bool,
+    compiled: bool,
     timeline: Timeline | None,
     scores_at_experts: bool = False,
 ) -> None:
@@ -429,6 +440,7 @@ def _launch(
     # An address, not a tensor: the interpreter writes a tensor's whole memory back, and the heap belongs to peers too.
     scores_address = (heap.region("scores") if scores_WMK is None else scores_WMK).data_ptr()
     num_programs = config.num_programs * tiles.occupancy
+    part_cols_of_warp = _PART_COLS_OF_WARP // 2 if compiled else _PART_COLS_OF_WARP
     records = launch_records(
         timeline,
         "down_grad" if backward else "up",
@@ -478,9 +490,10 @@ def _launch(
         TMA=tiles.use_tma,
         BACKWARD=backward,
         SAVE_HALVES=save_halves,
-        PARTS=max(block_n // (_PART_COLS_OF_WARP * tiles.num_warps), 1),
+        PARTS=max(block_n // (part_cols_of_warp * tiles.num_warps), 1),
         SCALE_ROWS=scores_WMK is not None and not scores_at_experts,
         SCORED=scores_at_experts,
+        COMPILED=compiled,
         COPY_PER_EXPERT=layout.copy_per_expert,
         DYNAMIC=config.dynamic_roles,
         CHUNK=CHUNK_TOKENS,

@@ -4,7 +4,13 @@ import triton
 import triton.language as tl
 
 from uniep.kernels.gemm_tile import column_parts, gemm_tile_by_weight, gemm_tile_pair
-from uniep.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_scored
+from uniep.kernels.swiglu import (
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_compiled,
+    swiglu_backward_scored,
+    swiglu_compiled,
+)
 from uniep.kernels.tasks import THIRD_ROLE, claim
 
 
@@ -28,6 +34,7 @@ def up_tile(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     SAVE_HALVES: tl.constexpr,
+    COMPILED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """g = x w1^T, u = x w3^T and h = silu(g) u. Returns the claim of the next task, taken before the epilogue."""
@@ -36,7 +43,7 @@ def up_tile(
         a, w1, w3, first_row, end_row, b_row, (expert + 1) * F, D, TILE_ROWS, BLOCK_N, BLOCK_K, TMA
     )
     next_task = claim(counters, THIRD_ROLE, LANES)
-    gate, up, h = swiglu(gate, up)
+    gate, up, h = swiglu_compiled(gate, up) if COMPILED else swiglu(gate, up)
     rows = first_row + tl.arange(0, TILE_ROWS)
     cols = col + tl.arange(0, BLOCK_N)
     place = rows[:, None].to(tl.int64) * F + cols[None, :]
@@ -73,6 +80,7 @@ def hidden_grad_tile(
     TMA: tl.constexpr,
     PARTS: tl.constexpr,
     SCORED: tl.constexpr,
+    COMPILED: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """grad_h = grad_y w2, through SwiGLU to grad_g and grad_u, and h once more for the gradient of w2. Returns the
@@ -103,6 +111,8 @@ def hidden_grad_tile(
         if SCORED:
             grad_gate, grad_up, h, products = swiglu_backward_scored(parts[part], part_gate, part_up, score)
             score_part += tl.sum(products, 1)
+        elif COMPILED:
+            grad_gate, grad_up, h = swiglu_backward_compiled(parts[part], part_gate, part_up)
         else:
             grad_gate, grad_up, h = swiglu_backward(parts[part], part_gate, part_up)
         tl.store(grad_g_RF + place, grad_gate, mask=inside)

@@ -21,6 +21,14 @@ def swiglu(gate, up):
     return to_bf16(gate), to_bf16(up), to_bf16(silu * round_to_bf16(up))
 
 
+@triton.jit
+def swiglu_compiled(gate, up):
+    """As torch.compile makes it of `F.silu(g) * u`, operation by operation what Inductor's kernel does: silu is
+    not rounded before the product."""
+    x = round_to_bf16(gate)
+    return to_bf16(gate), to_bf16(up), to_bf16(_divide(x, _exp(-x) + 1.0) * round_to_bf16(up))
+
+
 def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
@@ -43,6 +51,21 @@ def swiglu_backward(grad_h, gate, up):
     slope = tl.fma(x, 1.0 - sigmoid, tl.full(x.shape, 1.0, tl.float32))
     grad_gate = to_bf16(grad_silu * sigmoid * slope)
     return grad_gate, to_bf16(grad_h * silu), to_bf16(silu * up)
+
+
+@triton.jit
+def swiglu_backward_compiled(grad_h, gate, up):
+    """The same as torch.compile makes it, operation by operation what Inductor's kernel does."""
+    grad_h = round_to_bf16(grad_h)
+    x = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    denominator = _exp(-x) + 1.0
+    silu = _divide(x, denominator)
+    h = to_bf16(silu * up)
+    grad_up = to_bf16(grad_h * silu)
+    sigmoid = _divide(tl.full(x.shape, 1.0, tl.float32), denominator)
+    grad_gate = to_bf16(grad_h * up * sigmoid * (x * (1.0 - sigmoid) + 1.0))
+    return grad_gate, grad_up, h
 
 
 @triton.jit
@@ -69,6 +92,17 @@ def swiglu_backward_scored(grad_h, gate, up, score):
 def _exp(x):
     """As CUDA's expf."""
     return tl.exp(x) if INTERPRETED else libdevice.exp(x)
+
+
+@triton.jit
+def _divide(x, y):
+    """As `/` of Triton, and so of Inductor's kernels: not rounded to the nearest. An instruction of its own, because
+    the compiler spills what it moves around."""
+    if INTERPRETED:
+        return x / y
+    return tl.inline_asm_elementwise(
+        "div.full.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
