@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torchtitan.config import JobConfig
 
-from recipes.backend import BackendError, resolve_backend
+from recipes.backend import BackendError, refused_tokens, resolve_backend
 from recipes.choices import TuneError, find_hardware, fixed_by_hand, resolve_tune
 from recipes.config import Tune
 from recipes.data import DataError, check_data
@@ -33,7 +33,7 @@ def check_config(config: JobConfig, world_size: int) -> None:
     batch_ranks = _check_parallelism(config, world_size)
     _check_training(config)
     try:
-        backend = resolve_backend(config.uniep.backend)
+        backend = resolve_backend(config, world_size)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if config.uniep.numerics != "bitwise" and backend != "uniep":
@@ -226,16 +226,8 @@ def _check_ours(config: JobConfig, backend: str) -> None:
 
 def _check_uniep(config: JobConfig, world_size: int) -> None:
     """What the fused kernels need beyond the reference."""
-    if config.training.mixed_precision_param != "bfloat16":
-        raise ConfigError(
-            '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", '
-            f'got "{config.training.mixed_precision_param}"'
-        )
-    if world_size == 1 and config.training.dtype != "bfloat16":
-        raise ConfigError(
-            '[training] dtype must be "bfloat16" with [uniep] backend = "uniep" on one GPU, where no FSDP casts the '
-            f'tokens, got "{config.training.dtype}"'
-        )
+    if why := refused_tokens(config, world_size):
+        raise ConfigError(why)
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigError(
             'CUDA_DEVICE_MAX_CONNECTIONS must be unset or at least 2 with [uniep] backend = "uniep", got 1: in one '

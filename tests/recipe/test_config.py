@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recipes import backend as backend_module
 from recipes.checks import check_config
@@ -508,6 +510,56 @@ def test_what_the_fused_kernels_need(arguments, env, expected, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert expected in says("--uniep.backend=uniep", *arguments)
+
+
+WITHOUT_FSDP = "where no FSDP casts the tokens"
+BF16_TOKENS = ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_ranks", "expected"),
+    [
+        ([], 1, f'[training] dtype must be "bfloat16" with [uniep] backend = "uniep" {WITHOUT_FSDP}'),
+        (
+            ["--parallelism.data_parallel_replicate_degree=2"],
+            2,
+            f'[training] dtype must be "bfloat16" with [uniep] backend = "uniep" {WITHOUT_FSDP}',
+        ),
+        (
+            ["--training.dtype=bfloat16"],
+            1,
+            f'[training] mixed_precision_param must be "float32" with [uniep] backend = "uniep" {WITHOUT_FSDP}',
+        ),
+        (
+            ["--training.mixed_precision_param=float32"],
+            2,
+            '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"',
+        ),
+        ([], 2, None),
+        (BF16_TOKENS, 1, None),
+    ],
+)
+def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(arguments, num_ranks, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    options = {"config": "train_configs/qwen3_debug.toml", "num_ranks": num_ranks}
+    arguments = ["--parallelism.expert_parallel_degree=1", *arguments]
+    job = check(*arguments, **options)
+    assert backend_module.resolve_backend(job, num_ranks) == ("reference" if expected else "uniep")
+    if expected:
+        assert says("--uniep.backend=uniep", *arguments, **options).startswith(expected)
+    else:
+        check("--uniep.backend=uniep", *arguments, **options)
+
+
+def test_autocast_makes_a_norm_fp32():
+    """Why bf16 weights alone do not make bf16 tokens on one GPU."""
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        with FakeTensorMode():
+            x, weight = (torch.empty(8, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            assert torch.nn.functional.rms_norm(x, (8,), weight).dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 class Gpu:

@@ -39,7 +39,7 @@ def train_interpreted(args: list[str], shared: str) -> None:
         return RoutedBackend("uniep", run, {}, heap.close, timeline)
 
     for module in (recipes.checks, recipes.parallelize):
-        module.resolve_backend = lambda requested: "uniep"  # type: ignore[attr-defined]
+        module.resolve_backend = lambda config, world_size: "uniep"  # type: ignore[attr-defined]
     recipes.parallelize.open_backend = open_interpreted  # type: ignore[assignment]
     train_rank(args)
 
