@@ -10,6 +10,7 @@ from torchtitan import train
 from torchtitan.config import JobConfig
 
 from recipes.checks import ConfigError, check_config
+from recipes.data import DataError
 from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
 from recipes.parallelize import routed_backend
@@ -71,7 +72,11 @@ def main(args: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     train.ConfigManager = lambda: _Parsed(config)  # type: ignore[assignment,misc]
-    train.main(RecipeTrainer)
+    try:
+        train.main(RecipeTrainer)
+    except DataError as error:  # in records behind those that check_config read
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
