@@ -14,6 +14,7 @@ from recipes.data import DataError
 from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
 from recipes.parallelize import routed_backend
+from recipes.records import FolderInUseError
 from recipes.timeline import StepTimeline
 from recipes.weights import fingerprints
 
@@ -74,7 +75,7 @@ def main(args: list[str]) -> int:
     train.ConfigManager = lambda: _Parsed(config)  # type: ignore[assignment,misc]
     try:
         train.main(RecipeTrainer)
-    except DataError as error:  # in records behind those that check_config read
+    except (DataError, FolderInUseError) as error:  # what check_config cannot see: later records, a race for the folder
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -9,6 +9,7 @@ import pytest
 
 from recipes import launch
 from recipes.launch import ConfigError, Nodes, find_nodes, torchrun_command
+from recipes.records import lock_folder
 from tests.recipe.runs import ROOT, SHRINK
 
 SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
@@ -42,6 +43,17 @@ def error_of(env: dict[str, str]) -> str:
         find_nodes(env)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_a_folder_that_another_run_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    args = ["--job.config_file=train_configs/qwen3_cpu.toml", f"--job.dump_folder={tmp_path}"]
+    with lock_folder(tmp_path):
+        assert launch.main(args, {}) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f'error: [job] dump_folder must be a folder that no other run writes at the same time, got "{tmp_path}"\n'
+    )
 
 
 def test_one_node_needs_no_variables():
