@@ -39,7 +39,13 @@ def load_config(args: list[str]) -> JobConfig:
         if not configured and not any(arg.split("=")[0].replace("-", "_") == f"__{section}.{key}" for arg in args):
             args = [*args, f"--{section}.{key}={module}"]
     manager = ConfigManager()
-    config_class = manager._maybe_add_custom_config(args, values)
+    try:
+        config_class = manager._maybe_add_custom_config(args, values)
+    except Exception as error:  # whatever importing the user's module raises
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"[job] custom_config_module must be a module with a JobConfig that can be imported: {reason}"
+        ) from error
     _check_values(config_class, values, (), path)
     _check_arguments(config_class, args)
     return manager.parse_args(args)

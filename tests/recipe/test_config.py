@@ -479,6 +479,52 @@ def test_data_without_text(tmp_path):
     assert f"{tmp_path}/empty.txt" in text
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--optimizer.weight_decay=-1", "[optimizer] weight_decay must be a finite number of at least 0, got -1.0"),
+        ("--optimizer.weight_decay=nan", "[optimizer] weight_decay must be a finite number of at least 0, got nan"),
+        ("--optimizer.beta1=1", "[optimizer] beta1 must be at least 0 and less than 1, got 1.0"),
+        ("--optimizer.beta2=-0.5", "[optimizer] beta2 must be at least 0 and less than 1, got -0.5"),
+        ("--optimizer.eps=0", "[optimizer] eps must be a finite number greater than 0, got 0.0"),
+        ("--checkpoint.keep_latest_k=1", "[checkpoint] keep_latest_k must be 0, for all, or at least 2, got 1"),
+        ("--training.gc_freq=0", "[training] gc_freq must be at least 1, got 0"),
+        ("--training.local_batch_size=99999999999", "[training] local_batch_size must be 1 to 2^24, got 99999999999"),
+        ("--comm.init_timeout_seconds=0", "[comm] init_timeout_seconds must be at least 1, got 0"),
+        ("--comm.train_timeout_seconds=-1", "[comm] train_timeout_seconds must be at least 1, got -1"),
+        ("--profiling.profile_freq=0", "[profiling] profile_freq must be at least 1, got 0"),
+        ("--profiling.profile_freq=3", "[profiling] profile_freq must be at least profiler_warmup + profiler_active"),
+        ("--checkpoint.load_step=7", "[checkpoint] load_step must be -1, for the last, or a step of"),
+        ("--uniep.tune.up.num_relay=-1", "[uniep.tune.up] num_relay must be at least 1, got -1"),
+        ("--uniep.tune.up_grad.num_combine=0", "[uniep.tune.up_grad] num_combine must be at least 1, got 0"),
+        ("--experimental.custom_import=no.such", "[experimental] custom_import must be a module that can be imported"),
+        ("--job.custom_config_module=no.such", "[job] custom_config_module must be a module with a JobConfig"),
+        ("--job.custom_config_module=json", "[job] custom_config_module must be a module with a JobConfig"),
+        ("--model.converters=flaot8", "[model] converters must be of quantize.linear.float8, "),
+        ("--training.dataset=c4_test", "[training] dataset must be one of c4, c4_validation, local, stdlib, got"),
+    ],
+)
+def test_values_that_would_end_or_spoil_a_run(argument, expected):
+    assert says("--profiling.enable_profiling", "--checkpoint.enable", argument).startswith(expected)
+
+
+def test_a_step_that_is_loaded(tmp_path):
+    (tmp_path / "checkpoint" / "step-7").mkdir(parents=True)
+    check("--checkpoint.enable", "--checkpoint.load_step=7", f"--job.dump_folder={tmp_path}")
+
+
+def test_context_parallel_ranks_on_cpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = says("--parallelism.context_parallel_degree=2")
+    assert text.startswith("[parallelism] context_parallel_degree must be 1 on CPUs")
+
+
+def test_timeline_steps_behind_the_last(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    text = says(BF16, "--uniep.backend=uniep", "--training.steps=5", "--uniep.timeline_steps", "5", "6")
+    assert text == "[uniep] timeline_steps must be steps up to [training] steps = 5, got 6"
+
+
 def test_misspelt_dataset_names_the_nearest():
     assert "did you mean stdlib?" in says("--training.dataset=stdlb")
 
@@ -597,7 +643,7 @@ BF16 = "--training.mixed_precision_param=bfloat16"
     [
         "",
         '[uniep.tune]\nmode = "model"\n',
-        '[uniep.tune]\nmode = "measured"\nbucket_tokens = 2048\ncache = "here"\n',
+        '[uniep.tune]\nmode = "measured"\nbucket_tokens = 2048\ncache = "/tmp"\n',
         "[uniep.tune.up]\nnum_relay = 40\n",
         '[uniep.tune]\nmode = "model"\n[uniep.tune.up]\ntile = "wide4"\nnum_dispatch = 8\nnum_relay = 40\n',
         '[uniep.tune.down]\ntile = "narrow"\nnum_combine = 263\n',
@@ -660,6 +706,15 @@ def test_tuning_on_another_gpu(gpu, expected, tmp_path, on_gpu):
     on_gpu(gpu)
     assert expected in says(BF16, config=tune_section('[uniep.tune]\nmode = "model"\n', tmp_path))
     assert gpu.name in says(BF16, config=tune_section('[uniep.tune]\nmode = "model"\n', tmp_path))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, on_gpu):
+    on_gpu(Gpu())
+    (tmp_path / "file").touch()
+    path = tune_section(f'[uniep.tune]\nmode = "measured"\ncache = "{tmp_path}/file/cache"\n', tmp_path)
+    assert "[uniep.tune] cache must be a folder that can be written, got" in says(BF16, config=path)
+    path = tune_section(f'[uniep.tune]\nmode = "model"\ncache = "{tmp_path}/file/cache"\n', tmp_path)
+    check(BF16, config=path)
 
 
 @pytest.mark.parametrize("gpu", [Gpu(), Gpu("NVIDIA H100"), Gpu("NVIDIA A100", 8)])
