@@ -248,6 +248,28 @@ def test_right_value_on_the_command_line(argument):
     check(argument)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("--uniep.timeline_steps", "3", "x"),
+            "--uniep.timeline_steps must be a list, each a whole number, got 'x'",
+        ),
+        (("--training.no_steps",), "--training.no_steps is not a known key; did you mean --training.steps?"),
+        (("--optimizer.no-lr", "3"), "--optimizer.no_lr is not a known key; did you mean --optimizer.lr?"),
+    ],
+)
+def test_arguments_that_no_key_takes(arguments, expected):
+    assert says(*arguments) == expected
+
+
+def test_a_toml_that_begins_with_a_mark(tmp_path):
+    text = (CONFIGS / "qwen3_cpu.toml").read_text()
+    (tmp_path / "mark.toml").write_text(text, encoding="utf-8-sig")
+    job = check("--training.steps=7", config=tmp_path / "mark.toml")
+    assert (job.model.flavor, job.training.steps) == ("cpu", 7)
+
+
 def test_timeline_steps_of_the_fused_kernels(edited, monkeypatch):
     path = edited('backend = "auto"', 'backend = "uniep"\ntimeline_steps = [10, 20]')
     monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: True)
