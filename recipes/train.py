@@ -10,11 +10,9 @@ from torchtitan import train
 from torchtitan.config import JobConfig
 
 from recipes.checks import ConfigError, check_config
-from recipes.data import DataError
 from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
 from recipes.parallelize import routed_backend
-from recipes.records import FolderInUseError
 from recipes.timeline import StepTimeline
 from recipes.weights import fingerprints
 
@@ -73,11 +71,7 @@ def main(args: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     train.ConfigManager = lambda: _Parsed(config)  # type: ignore[assignment,misc]
-    try:
-        train.main(RecipeTrainer)
-    except (DataError, FolderInUseError) as error:  # what check_config cannot see: later records, a race for the folder
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    train.main(RecipeTrainer)
     return 0
 
 

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer, pre_tokenizers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from recipes import data, make_tokenizer, train
+from recipes import data, make_tokenizer
 from recipes.data import DataError, check_data, fingerprint, local_files, stdlib_files
-from tests.recipe.runs import ROOT, TOKENIZER
+from recipes.families import FAMILIES
+from tests.recipe.runs import TOKENIZER
 
 TEXTS = ["def f():\n    return 1\n", "naïve café, 你好", "one line"]
 
@@ -311,18 +312,14 @@ def test_what_is_found_late_names_the_file(tmp_path, name, why):
     assert "\n" not in text
 
 
-def test_what_is_found_late_is_one_line_of_a_rank(tmp_path, monkeypatch, capsys):
-    def train_main(trainer: Any) -> None:
-        DATASETS["local"].loader(str(broken(tmp_path, "bytes.jsonl")))
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(train.train, "main", train_main)
-    monkeypatch.setattr(train.train, "ConfigManager", None)
-    config = ROOT / "train_configs" / "qwen3_cpu.toml"
-    assert train.main([f"--job.config_file={config}", f"--model.hf_assets_path={TOKENIZER}"]) == 2
-    text = capsys.readouterr().err
-    assert "error: [training] dataset_path must hold readable text" in text
-    assert "Traceback" not in text
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_what_is_found_late_is_one_line_of_a_rank(family, tmp_path, capsys):
+    run = job("local", broken(tmp_path, "bytes.jsonl"))
+    run.training.seq_len, run.training.local_batch_size = 8, 1
+    with pytest.raises(SystemExit) as ended:
+        FAMILIES[family].build_dataloader_fn(dp_world_size=1, dp_rank=0, tokenizer=None, job_config=run)
+    assert ended.value.code == 2
+    assert "error: [training] dataset_path must hold readable text" in capsys.readouterr().err
 
 
 def test_parquet_without_rows(tmp_path):
