@@ -288,8 +288,9 @@ def test_bad_config_at_a_shell():
 
 
 def test_a_failing_rank_makes_the_exit_status(tmp_path: Path):
-    converter = "--model.converters=no_such_converter"  # TorchTitan looks it up when the model stands
-    done = start(f"--job.dump_folder={tmp_path}", converter, "--training.steps=1", *SHRINK, NGPU="2")
+    (tmp_path / "empty").mkdir()
+    checkpoint = ("--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}/empty")  # loaded by the ranks
+    done = start(f"--job.dump_folder={tmp_path}/run", *checkpoint, "--training.steps=1", *SHRINK, NGPU="2")
     assert "Training " in done.stdout, done.stderr
     assert done.returncode not in (0, 2)
 
