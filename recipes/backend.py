@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh
+from torchtitan.config import JobConfig
 from torchtitan.tools.logging import logger
 
 from recipes.choices import fixed_by_hand, resolve_tune
@@ -56,15 +57,19 @@ class RoutedBackend:
         return replace(self, run=functools.partial(self.run, timeline=None), timeline=None)
 
 
-def resolve_backend(requested: Backend) -> Backend:
-    """The backend that runs for a requested one: itself, or for "auto" the best that this machine can run.
+def resolve_backend(config: JobConfig, world_size: int) -> Backend:
+    """The backend that runs for [uniep] backend: itself, or for "auto" the best that can run this config here.
+
+    Args:
+        world_size: ranks of the whole run.
 
     Raises:
         BackendError: the requested one cannot run here, and why.
     """
+    requested: Backend = config.uniep.backend
     has_gpu = torch.cuda.is_available()
     if requested == "auto":
-        return "uniep" if has_gpu else "reference"
+        return "uniep" if has_gpu and refused_tokens(config, world_size) is None else "reference"
     if requested in ("torchtitan", "uniep") and not has_gpu:
         why = {
             "torchtitan": "TorchTitan's MoE block permutes tokens with a GPU kernel",
@@ -75,6 +80,38 @@ def resolve_backend(requested: Backend) -> Backend:
             f'got "{requested}": {why[requested]}'
         )
     return requested
+
+
+def refused_tokens(config: JobConfig, world_size: int) -> str | None:
+    """Why the fused kernels, which take bf16 tokens, cannot run a config; None where its tokens are bf16.
+
+    FSDP casts the tokens of every module. Without it TorchTitan trains under autocast, where a norm's output, which is
+    what the MoE block gets, is fp32 whatever it is made of; in pipeline stages, or for a dtype that autocast does not
+    know, there is none.
+    """
+    training, parallelism = config.training, config.parallelism
+    pipeline, context = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
+    shard = parallelism.data_parallel_shard_degree
+    if shard == -1:
+        others = parallelism.data_parallel_replicate_degree * context * parallelism.tensor_parallel_degree * pipeline
+        shard = world_size // max(others, 1)
+    rule = 'with [uniep] backend = "uniep"'
+    if shard > 1 or context > 1:
+        if training.mixed_precision_param != "bfloat16":
+            return f'[training] mixed_precision_param must be "bfloat16" {rule}, got "{training.mixed_precision_param}"'
+        return None
+    if training.dtype != "bfloat16":
+        return (
+            f'[training] dtype must be "bfloat16" {rule} where no FSDP casts the tokens (one GPU, or none that shards '
+            f'with another), got "{training.dtype}"'
+        )
+    if training.mixed_precision_param != "float32" and pipeline == 1:
+        return (
+            f'[training] mixed_precision_param must be "float32" {rule} where no FSDP casts the tokens (one GPU, or '
+            "none that shards with another), because autocast makes them float32, "
+            f'got "{training.mixed_precision_param}"'
+        )
+    return None
 
 
 def open_backend(

@@ -1,17 +1,21 @@
 """Checks a config against the models, the ranks and the machine, before any mesh or GPU memory exists."""
 
 import difflib
+import importlib
+import importlib.util
 import math
 import operator
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchtitan.config import JobConfig
+from torchtitan.protocols.model_converter import _registry_model_converter_cls
 
-from recipes.backend import BackendError, resolve_backend
+from recipes.backend import BackendError, refused_tokens, resolve_backend
 from recipes.choices import TuneError, find_hardware, fixed_by_hand, resolve_tune
 from recipes.config import Tune
 from recipes.data import DataError, check_data
@@ -29,11 +33,12 @@ def check_config(config: JobConfig, world_size: int) -> None:
         world_size: ranks of the whole run.
     """
     _check_ranges(config)
+    _check_modules(config)
     _check_model(config)
     batch_ranks = _check_parallelism(config, world_size)
     _check_training(config)
     try:
-        backend = resolve_backend(config.uniep.backend)
+        backend = resolve_backend(config, world_size)
     except BackendError as error:
         raise ConfigError(str(error)) from None
     if config.uniep.numerics != "bitwise" and backend != "uniep":
@@ -59,16 +64,24 @@ def check_config(config: JobConfig, world_size: int) -> None:
 # (section, key, rule in words, rule). None is left to the default.
 _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("training", "seq_len", "1 to 2^24", lambda value: 1 <= value <= 1 << 24),
-    ("training", "local_batch_size", "at least 1", lambda value: value >= 1),
+    ("training", "local_batch_size", "1 to 2^24", lambda value: 1 <= value <= 1 << 24),
     ("training", "steps", "1 to 2^31", lambda value: 1 <= value <= 1 << 31),
     ("training", "max_norm", "greater than 0", lambda value: value > 0),
+    ("training", "gc_freq", "at least 1", lambda value: value >= 1),
     ("metrics", "log_freq", "at least 1", lambda value: value >= 1),
     ("optimizer", "name", '"Adam" or "AdamW"', lambda value: value in ("Adam", "AdamW")),
     ("optimizer", "lr", "a finite number of at least 0", lambda value: 0 <= value < math.inf),
+    ("optimizer", "weight_decay", "a finite number of at least 0", lambda value: 0 <= value < math.inf),
+    ("optimizer", "beta1", "at least 0 and less than 1", lambda value: 0 <= value < 1),
+    ("optimizer", "beta2", "at least 0 and less than 1", lambda value: 0 <= value < 1),
+    ("optimizer", "eps", "a finite number greater than 0", lambda value: 0 < value < math.inf),
     ("lr_scheduler", "warmup_steps", "at least 0", lambda value: value >= 0),
     ("lr_scheduler", "decay_ratio", "0 to 1", lambda value: 0 <= value <= 1),
     ("lr_scheduler", "min_lr_factor", "0 to 1", lambda value: 0 <= value <= 1),
     ("checkpoint", "interval", "at least 1", lambda value: value >= 1),
+    ("checkpoint", "keep_latest_k", "0, for all, or at least 2", lambda value: value == 0 or value >= 2),
+    ("comm", "init_timeout_seconds", "at least 1", lambda value: value >= 1),
+    ("comm", "train_timeout_seconds", "at least 1", lambda value: value >= 1),
     ("debug", "seed", "0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63),
     ("uniep", "wait_timeout_s", "greater than 0", lambda value: 0 < value < math.inf),
     ("uniep.tune", "bucket_tokens", "1 to 2^24", lambda value: 1 <= value <= 1 << 24),
@@ -79,6 +92,12 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("throughput", "token_budget", "a finite number greater than 0", lambda value: 0 < value < math.inf),
     ("uniep", "timeline_steps", "steps from 1 on", lambda value: all(step >= 1 for step in value)),
     ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
+    *(
+        (f"uniep.tune.{launch}", key, "at least 1", lambda value: value >= 1)
+        for launch in TUNED
+        for key in vars(getattr(Tune(), launch))
+        if key != "tile"
+    ),
 ]
 
 
@@ -126,14 +145,22 @@ def _check_training(config: JobConfig) -> None:
             '[activation_checkpoint] selective_ac_option must be "op" or a whole number, '
             f'got "{ac.selective_ac_option}"'
         )
-    loaded = config.checkpoint.initial_load_path
-    if config.checkpoint.enable and loaded and "://" not in loaded and not Path(loaded).is_dir():
-        raise ConfigError(f'[checkpoint] initial_load_path must be a folder, got "{loaded}"')
+    _check_checkpoint(config)
+    _check_profiling(config)
+    if late := [step for step in config.uniep.timeline_steps if step > training.steps]:
+        raise ConfigError(
+            f"[uniep] timeline_steps must be steps up to [training] steps = {training.steps}, got {late[0]}"
+        )
     divisor = 2 * parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
     if training.seq_len % divisor:
         raise ConfigError(
             "[training] seq_len must be divisible by 2 * tensor_parallel_degree * context_parallel_degree = "
             f"{divisor}, got {training.seq_len}"
+        )
+    if parallelism.context_parallel_degree > 1 and not torch.cuda.is_available():
+        raise ConfigError(
+            "[parallelism] context_parallel_degree must be 1 on CPUs, whose attention has no ring, "
+            f"got {parallelism.context_parallel_degree}"
         )
     args = FAMILIES[config.model.name].model_args[config.model.flavor]
     if parallelism.context_parallel_degree > 1 and args.attn_type != "sdpa":
@@ -141,6 +168,54 @@ def _check_training(config: JobConfig) -> None:
             f"[parallelism] context_parallel_degree must be 1 for the {args.attn_type} attention of "
             f'[model] flavor = "{config.model.flavor}", got {parallelism.context_parallel_degree}'
         )
+
+
+def _check_checkpoint(config: JobConfig) -> None:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        return
+    loaded = checkpoint.initial_load_path
+    if loaded and "://" not in loaded and not Path(loaded).is_dir():
+        raise ConfigError(f'[checkpoint] initial_load_path must be a folder, got "{loaded}"')
+    folder = Path(config.job.dump_folder, checkpoint.folder)
+    # Without a folder TorchTitan would train from the start.
+    if checkpoint.load_step != -1 and not (folder / f"step-{checkpoint.load_step}").is_dir():
+        raise ConfigError(
+            f'[checkpoint] load_step must be -1, for the last, or a step of "{folder}", got {checkpoint.load_step}'
+        )
+
+
+def _check_profiling(config: JobConfig) -> None:
+    profiling = config.profiling
+    counts = {"profile_freq": 1, "profiler_active": 1, "profiler_warmup": 0}
+    for key, least in counts.items() if profiling.enable_profiling or profiling.enable_memory_snapshot else ():
+        if getattr(profiling, key) < least:
+            raise ConfigError(f"[profiling] {key} must be at least {least}, got {getattr(profiling, key)}")
+    cycle = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < cycle:
+        raise ConfigError(
+            f"[profiling] profile_freq must be at least profiler_warmup + profiler_active = {cycle}, "
+            f"got {profiling.profile_freq}"
+        )
+
+
+def _check_modules(config: JobConfig) -> None:
+    if name := config.experimental.custom_import:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f'[experimental] custom_import must be a module that can be imported, got "{name}": {reason}'
+            ) from error
+    for name in config.model.converters:
+        if name not in _registry_model_converter_cls:
+            raise ConfigError(
+                f"[model] converters must be of {', '.join(_registry_model_converter_cls)}, "
+                f'got "{name}"{_near(name, _registry_model_converter_cls)}'
+            )
+        if name.startswith("quantize.") and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(f'[model] converters must be empty where torchao is not installed, got "{name}"')
 
 
 def _check_parallelism(config: JobConfig, world_size: int) -> int:
@@ -226,16 +301,8 @@ def _check_ours(config: JobConfig, backend: str) -> None:
 
 def _check_uniep(config: JobConfig, world_size: int) -> None:
     """What the fused kernels need beyond the reference."""
-    if config.training.mixed_precision_param != "bfloat16":
-        raise ConfigError(
-            '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", '
-            f'got "{config.training.mixed_precision_param}"'
-        )
-    if world_size == 1 and config.training.dtype != "bfloat16":
-        raise ConfigError(
-            '[training] dtype must be "bfloat16" with [uniep] backend = "uniep" on one GPU, where no FSDP casts the '
-            f'tokens, got "{config.training.dtype}"'
-        )
+    if why := refused_tokens(config, world_size):
+        raise ConfigError(why)
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ConfigError(
             'CUDA_DEVICE_MAX_CONNECTIONS must be unset or at least 2 with [uniep] backend = "uniep", got 1: in one '
@@ -267,9 +334,21 @@ def _check_tune(options: Tune) -> None:
     try:
         if options.mode != "off":
             find_hardware(options.hardware, properties.name)
+        if options.mode == "measured" and options.cache is not None:
+            _check_cache(options.cache)
         fixed_by_hand(default_config(device), options)
     except TuneError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_cache(cache: str) -> None:
+    try:
+        folder = Path(cache).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: a home that is not known
+        raise ConfigError(f'[uniep.tune] cache must be a folder that can be written, got "{cache}": {error}') from None
 
 
 def _near(value: str, valid) -> str:

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
+import pyarrow.parquet
+from datasets.table import CastError
 from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -91,10 +94,12 @@ def check_data(job_config: JobConfig, num_readers: int) -> None:
         num_readers: data-parallel ranks, each of which needs a text of its own.
     """
     name, path = job_config.training.dataset.lower(), job_config.training.dataset_path
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
+    # TorchTitan's own test data lies in its repository, not in its package.
+    known = [n for n in sorted(DATASETS) if n != "c4_test" or Path(path or DATASETS[n].path).is_dir()]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
         raise DataError(
-            f'[training] dataset must be one of {", ".join(sorted(DATASETS))}, got "{name}"'
+            f'[training] dataset must be one of {", ".join(known)}, got "{name}"'
             + (f"; did you mean {near[0]}?" if near else "")
         )
     if name == EMBEDDED and path:
@@ -107,9 +112,9 @@ def check_data(job_config: JobConfig, num_readers: int) -> None:
         raise DataError(f'[training] dataset_path must name text files for dataset = "{LOCAL}", got nothing')
     files = local_files(path)
     try:
-        num_texts = sum(1 for text in _first_texts(files) if text.strip())
-    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
-        raise DataError(f'[training] dataset_path must hold readable text, got "{path}": {error}') from error
+        num_texts = sum(1 for text in _first_texts(path, files) if text.strip())
+    except _UNREADABLE as error:
+        raise _unreadable(path, files, error) from error
     if not num_texts:
         raise DataError(f'[training] dataset_path must hold text, got "{path}" with none in its first records')
     if num_texts < num_readers:
@@ -166,32 +171,76 @@ def _load_stdlib(path: str) -> datasets.Dataset:
 
 def _load_local(path: str) -> datasets.Dataset:
     files = local_files(path)
-    builder = _BUILDERS[files[0].suffix]
-    options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
-    loaded = datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", **options)
-    if "text" not in loaded.column_names:
-        raise DataError(f'[training] dataset_path must hold records with a "text" field, got {loaded.column_names}')
-    kept = loaded.filter(lambda text: isinstance(text, str) and bool(text.strip()), input_columns="text")
+    try:
+        loaded = _open(_filled(files))
+        if "text" not in loaded.column_names:
+            raise DataError(f'[training] dataset_path must hold records with a "text" field, got {loaded.column_names}')
+        # Only now are the bytes of a text decoded.
+        kept = loaded.filter(lambda text: isinstance(text, str) and bool(text.strip()), input_columns="text")
+    except _UNREADABLE as error:
+        raise _unreadable(path, files, error) from error
     if len(kept) < len(loaded):
         logger.warning(f"{len(loaded) - len(kept)} of {len(loaded)} records of {path} hold no text and are left out")
     return kept
 
 
-def _first_texts(files: list[Path], most: int = 1000) -> Iterator[str]:
-    files = [file for file in files if file.stat().st_size]
+def _first_texts(path: str, files: list[Path], most: int = 1000) -> Iterator[str]:
+    files = _filled(files)
     if not files:
         return
-    builder = _BUILDERS[files[0].suffix]
-    if builder == "text":
+    if _BUILDERS[files[0].suffix] == "text":
         for file in files[:most]:
             yield file.read_text(encoding="utf-8")
         return
-    stream = datasets.load_dataset(builder, data_files=[str(f) for f in files], split="train", streaming=True)
-    for number, record in enumerate(stream.take(most), start=1):
-        if not isinstance(record.get("text"), str):
+    for number, record in enumerate(_open(files, streaming=True).take(most), start=1):
+        # A record whose text is null is left out, wherever it stands.
+        if "text" not in record or not isinstance(record["text"], str | None):
             fields = {name: type(value).__name__ for name, value in record.items()}
-            raise ValueError(f'record {number} must have a string in its field "text", got {fields}')
-        yield record["text"]
+            raise DataError(
+                f'[training] dataset_path must hold records with a string in the field "text", got "{path}": '
+                f"record {number} has {fields}"
+            )
+        yield record["text"] or ""
+
+
+# What the `datasets` library raises on files that are not what they seem.
+_UNREADABLE = (UnicodeError, OSError, pyarrow.ArrowException, datasets.exceptions.DatasetGenerationError, CastError)
+
+
+def _open(files: list[Path], *, streaming: bool = False) -> Any:
+    builder = _BUILDERS[files[0].suffix]
+    options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
+    # The library takes names as patterns.
+    names = [glob.escape(str(file)) for file in files]
+    return datasets.load_dataset(builder, data_files=names, split="train", streaming=streaming, **options)
+
+
+def _filled(files: list[Path]) -> list[Path]:
+    """Without files that have no record, which the `datasets` library does not take."""
+    return [
+        file
+        for file in files
+        if file.stat().st_size and (file.suffix != ".parquet" or pyarrow.parquet.read_metadata(file).num_rows)
+    ]
+
+
+def _unreadable(path: str, files: list[Path], error: BaseException) -> DataError:
+    """An error that names the file: the first that cannot be read alone, or has other fields than those before it."""
+    where = ""
+    fields: set[str] | None = None
+    for file in files if len(files) > 1 else ():
+        try:
+            for record in _open(_filled([file]), streaming=True) if _filled([file]) else ():
+                fields = fields or set(record)
+                if set(record) != fields:
+                    raise ValueError(f"has the fields {sorted(record)}, the files before it {sorted(fields)}")
+        except (*_UNREADABLE, ValueError) as of_file:
+            where, error = f"{file}: ", of_file
+            break
+    while error.__cause__ is not None:
+        error = error.__cause__
+    reason = " ".join(str(error).split())[:300]
+    return DataError(f'[training] dataset_path must hold readable text, got "{path}": {where}{reason}')
 
 
 def _text(sample: dict[str, Any]) -> str:

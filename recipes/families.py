@@ -3,7 +3,11 @@
 Importing this module registers them under TorchTitan's own names (`[experimental] custom_import = "recipes.families"`).
 """
 
+import functools
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torchtitan.models.deepseek_v3.infra.parallelize as deepseek_v3_infra
 import torchtitan.models.qwen3.infra.parallelize as qwen3_infra
@@ -15,9 +19,10 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-import recipes.data  # noqa: F401  registers the data sets
+from recipes.data import DataError  # the import registers the data sets
 from recipes.metrics import build_metrics_processor
 from recipes.parallelize import build_parallelize_fn
+from recipes.records import FolderInUseError
 
 
 @dataclass
@@ -114,12 +119,28 @@ def _moe_flavors(args_cls: type, stock: dict[str, BaseModelArgs]) -> dict[str, B
     return {name: args_cls(**vars(args)) for name, args in stock.items() if getattr(args, "moe_enabled", True)}
 
 
+def _ending_in_one_line(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Errors of the user that only a rank can see, such as a record late in the data, end it with one line. SystemExit,
+    because torchrun's and TorchTitan's handlers print a traceback of any other exception."""
+
+    @functools.wraps(build)
+    def build_or_exit(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return build(*args, **kwargs)
+        except (DataError, FolderInUseError) as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
+
+    return build_or_exit
+
+
 def _build_spec(stock: TrainSpec, infra, stock_parallelize, model_args: dict[str, BaseModelArgs]) -> TrainSpec:
     return replace(
         stock,
         model_args=model_args,
         parallelize_fn=build_parallelize_fn(stock_parallelize, infra._op_sac_save_list),
-        build_metrics_processor_fn=build_metrics_processor,
+        build_dataloader_fn=_ending_in_one_line(stock.build_dataloader_fn),
+        build_metrics_processor_fn=_ending_in_one_line(build_metrics_processor),
     )
 
 

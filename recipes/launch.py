@@ -29,6 +29,7 @@ import torch
 import recipes  # noqa: F401  prepares the platform
 from recipes.checks import check_config
 from recipes.load import ConfigError, load_config
+from recipes.records import FolderInUseError, lock_folder
 
 DEFAULT_CONFIG_CPU = "./train_configs/qwen3_cpu.toml"
 DEFAULT_CONFIG_GPU = "./train_configs/qwen3_debug.toml"
@@ -122,7 +123,9 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
         config = load_config(args)
         check_config(config, world_size)
         _check_writable(config.job.dump_folder)
-    except ConfigError as error:
+        if nodes.node_rank == 0:  # no rank holds the folder before the first node's have started
+            lock_folder(config.job.dump_folder).close()
+    except (ConfigError, FolderInUseError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not num_gpus and "OMP_NUM_THREADS" not in env:

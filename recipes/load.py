@@ -38,11 +38,28 @@ def load_config(args: list[str]) -> JobConfig:
         configured = values.get(section, {}).get(key) if isinstance(values.get(section, {}), dict) else None
         if not configured and not any(arg.split("=")[0].replace("-", "_") == f"__{section}.{key}" for arg in args):
             args = [*args, f"--{section}.{key}={module}"]
-    manager = ConfigManager()
-    config_class = manager._maybe_add_custom_config(args, values)
+    manager = _ReadConfigManager(values)
+    try:
+        config_class = manager._maybe_add_custom_config(args, values)
+    except Exception as error:  # whatever importing the user's module raises
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"[job] custom_config_module must be a module with a JobConfig that can be imported: {reason}"
+        ) from error
     _check_values(config_class, values, (), path)
     _check_arguments(config_class, args)
     return manager.parse_args(args)
+
+
+class _ReadConfigManager(ConfigManager):
+    """TorchTitan's, on a TOML that has been read."""
+
+    def __init__(self, values: dict[str, Any]):
+        super().__init__()
+        self._values = values
+
+    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
+        return self._values
 
 
 def known_keys(config_class: type, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -66,7 +83,7 @@ def _config_path(args: list[str]) -> str | None:
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        return tomli.loads(Path(path).read_text(encoding="utf-8"))
+        return tomli.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors begin with a mark
     except IsADirectoryError:
         raise ConfigError(f'--job.config_file must be a TOML file, got "{path}", which is a folder') from None
     except FileNotFoundError:
@@ -113,19 +130,21 @@ def _nearest(config_class: type, section: tuple[str, ...], key: str) -> str:
 def _check_arguments(config_class: type, args: list[str]) -> None:
     valid = {".".join(key): kind for key, kind in known_keys(config_class)}
     is_value = is_list = False  # of the key before it
+    key_before: tuple[str, Any] = "", str
     for index, arg in enumerate(args):
         if arg == "--help":
             continue
         if arg == "--" or not arg.startswith("--"):
             if not is_value:
                 raise ConfigError(f"arguments must be --section.key VALUE or --section.key=VALUE, got {arg!r}")
+            _check_argument(*key_before, arg)
             is_value = is_list
             continue
         name, equals, value = arg[2:].partition("=")
         name = name.replace("-", "_")
         *section, key = name.split(".")
         positive = ".".join([*section, key.removeprefix("no_")])
-        if name not in valid and positive not in valid:
+        if name not in valid and valid.get(positive) is not bool:
             near = difflib.get_close_matches(name, valid, n=1)
             raise ConfigError(f"--{name} is not a known key" + (f"; did you mean --{near[0]}?" if near else ""))
         kind = valid.get(name, bool)
@@ -133,13 +152,18 @@ def _check_arguments(config_class: type, args: list[str]) -> None:
             raise ConfigError(
                 f"--{name} takes no value: write --{name} for true, --{'.'.join([*section, 'no_' + key])} for false"
             )
-        if not equals and kind is not bool and index + 1 < len(args) and not args[index + 1].startswith("--"):
-            value = args[index + 1]
+        is_followed = index + 1 < len(args) and not args[index + 1].startswith("--")
         is_value = not equals and kind is not bool
         # A list of text is one argument with commas to TorchTitan, any other list is several arguments.
         is_list = is_value and get_origin(kind) is list and get_args(kind) != (str,)
-        if kind is not bool and not _parses(value, kind):
-            raise ConfigError(f"--{name} must be {_describe(kind)}, got {value!r}")
+        key_before = name, kind
+        if kind is not bool and (equals or not is_followed):
+            _check_argument(name, kind, value)
+
+
+def _check_argument(name: str, kind: Any, value: str) -> None:
+    if not _parses(value, kind):
+        raise ConfigError(f"--{name} must be {_describe(kind)}, got {value!r}")
 
 
 def _parses(text: str, expected: Any) -> bool:

@@ -17,7 +17,7 @@ from torchtitan.models.llama3.infra.parallelize import apply_ddp
 from torchtitan.models.llama4.infra.parallelize import apply_compile, apply_fsdp
 from torchtitan.tools.logging import logger
 
-from recipes.backend import RoutedBackend, open_backend, resolve_backend
+from recipes.backend import RoutedBackend, open_backend, refused_tokens, resolve_backend
 from recipes.config import Tune
 from recipes.experts import RoutedExperts, UniEPMoE
 from uniep.shapes import MoEShape
@@ -39,8 +39,11 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
     """
 
     def parallelize(model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig) -> nn.Module:
-        backend = resolve_backend(job_config.uniep.backend)
-        logger.info(f'MoE backend: "{backend}" ([uniep] backend = "{job_config.uniep.backend}")')
+        requested, world_size = job_config.uniep.backend, parallel_dims.world_size
+        backend = resolve_backend(job_config, world_size)
+        logger.info(f'MoE backend: "{backend}" ([uniep] backend = "{requested}")')
+        if requested == "auto" and torch.cuda.is_available() and (why := refused_tokens(job_config, world_size)):
+            logger.warning(f'The fused kernels are not used, "{backend}" takes their place: {why}')
         if backend != "uniep" and asdict(job_config.uniep.tune) != asdict(Tune()):
             logger.warning('[uniep.tune] has no effect: only backend = "uniep" has kernels to tune')
         # The marks that FSDP2 puts around its hooks are no part of what is recomputed: torch 2.13 counts them, and a

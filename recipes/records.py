@@ -1,5 +1,6 @@
 """The records of a run, in its folder: run.json says what ran, metrics.jsonl has a line a step."""
 
+import fcntl
 import json
 import os
 import platform
@@ -17,6 +18,30 @@ from recipes.expert_load import ExpertLoad
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = "run.lock"
+
+
+class FolderInUseError(ValueError):
+    """A folder that another run writes now. The text is one line for the user."""
+
+
+def lock_folder(folder: str | Path) -> TextIO:
+    """Holds a run's folder until the returned file is closed, which the end of the process does too.
+
+    Raises:
+        FolderInUseError: another process holds it.
+    """
+    file = open(Path(folder, LOCK_FILE), "a", encoding="utf-8")  # noqa: SIM115  held until the run ends
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise FolderInUseError(
+            f'[job] dump_folder must be a folder that no other run writes at the same time, got "{folder}"'
+        ) from None
+    except OSError as error:  # a network file system without locks
+        logger.warning(f"{folder} cannot be locked, a second run would mix its records with this one's: {error}")
+    return file
 
 
 @dataclass(frozen=True)
@@ -72,9 +97,13 @@ class RunRecords:
             folder: the run's folder, made if need be.
             run: what run.json says.
             may_continue: whether this run goes on from a checkpoint of the one whose records lie here.
+
+        Raises:
+            FolderInUseError: another run writes into the folder.
         """
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self._folder)
         self._earlier = _read_json(self._folder / RUN_FILE)
         continued = self._earlier if may_continue and self._earlier else {}
         self.run_id: str = continued.get("run_id") or uuid.uuid4().hex[:12]
@@ -105,6 +134,7 @@ class RunRecords:
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
+        self._lock.close()
 
     def _open_metrics(self, first_step: int) -> TextIO:
         path = self._folder / METRICS_FILE

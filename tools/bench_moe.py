@@ -36,7 +36,7 @@ from recipes.config import UniEP
 from recipes.experts import UniEPMoE
 from recipes.records import commit, versions
 from uniep.kernels.config import CombineConfig
-from uniep.shapes import MoEShape
+from uniep.shapes import MoEShape, ShapeError
 
 ROOT = Path(__file__).parents[1]
 SAMPLES, CALLS = 5, 20
@@ -59,20 +59,25 @@ class Layer:
 
 
 def layers(options: argparse.Namespace) -> list[Layer]:
-    """The chosen layers of benchmarks/moe_shapes.toml."""
+    """The chosen layers of benchmarks/moe_shapes.toml.
+
+    Raises:
+        ShapeError: there is no such layer, or --ep or --experts does not fit one of them.
+    """
     known = tomllib.loads((ROOT / "benchmarks/moe_shapes.toml").read_text())["moe"]
     names = [m["name"] for m in known]
     if unknown := set(options.shape or ()) - set(names):
-        raise SystemExit(f"error: --shape must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
+        raise ShapeError(f"--shape must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     chosen = [m for m in known if not options.shape or m["name"] in options.shape]
-    return [
-        Layer(
-            m["name"],
-            MoEShape(min(options.experts or m["E"], m["E"]), m["K"], m["D"], m["F"], options.ep),
-            options.tokens,
-        )
-        for m in chosen
-    ]
+    found = []
+    for m in chosen:
+        num_experts = m["E"] if options.experts is None else min(options.experts, m["E"])
+        try:
+            shape = MoEShape(num_experts, m["K"], m["D"], m["F"], options.ep)
+        except ShapeError as error:
+            raise ShapeError(f"--ep and --experts must fit the layer {m['name']}: {error}") from None
+        found.append(Layer(m["name"], shape, options.tokens))
+    return found
 
 
 class Block:
@@ -338,7 +343,11 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.numerics_fast and options.passes != "both":
         parser.error("--pass must be both with --numerics-fast, got forward: only the backward differs")
-    chosen = layers(options)
+    try:
+        chosen = layers(options)
+    except ShapeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if torch.cuda.device_count() < options.ep:
         print(f"error: --ep must be at most the GPUs of this machine = {torch.cuda.device_count()}, got {options.ep}: "
               "the benchmark needs GPUs", file=sys.stderr)  # fmt: skip

@@ -62,6 +62,17 @@ def _verdict(row: dict[str, Any]) -> str:
     return f"  {row['speedup']:.2f}x, identical" if row["identical"] else "  not identical: no speed-up is reported"
 
 
+def _refused(options: argparse.Namespace, overrides: list[str]) -> str | None:
+    if options.steps <= WARMUP_STEPS:
+        return f"--steps must be more than the {WARMUP_STEPS} of the warm-up, got {options.steps}"
+    for override in overrides:
+        if override.partition("=")[0].replace("-", "_") in ("__training.steps", "__job.dump_folder"):
+            return f"what stands behind -- must leave the steps and the folders to --steps and --keep, got {override}"
+    if options.keep and any(path.is_file() for path in (options.keep, *options.keep.parents)):
+        return f"--keep must be a folder, got {options.keep}"
+    return None
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
@@ -71,8 +82,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--keep", type=Path, help="folder to keep the runs in")
     own, overrides = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     options = parser.parse_args(own)
-    if options.steps <= WARMUP_STEPS:
-        parser.error(f"--steps must be more than the {WARMUP_STEPS} of the warm-up, got {options.steps}")
+    if refused := _refused(options, overrides):
+        print(f"error: {refused}", file=sys.stderr)
+        return 2
     overrides = ["--training.steps", str(options.steps), *overrides]
 
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="bench_train_"))

@@ -10,6 +10,7 @@ each time.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -37,7 +38,7 @@ from uniep.autotune.search import Choice, LaunchChoice
 from uniep.kernels.config import default_config
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
 from uniep.plan.layout import HeapLayout
-from uniep.shapes import MoEShape
+from uniep.shapes import MoEShape, ShapeError
 from uniep.symmetric.heap import SymmetricHeap
 
 ROOT = Path(__file__).parents[1]
@@ -126,8 +127,11 @@ def _score_grad_us(inputs: LayerInputs, shape: MoEShape) -> float:
 def named_shapes(names: list[str], ep_degree: int) -> list[MoEShape]:
     known = {m["name"]: m for m in tomllib.loads((ROOT / "benchmarks/moe_shapes.toml").read_text())["moe"]}
     if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"error: --shape must be of {', '.join(known)}, got {', '.join(unknown)}")
-    return [MoEShape(m["E"], m["K"], m["D"], m["F"], ep_degree) for m in (known[name] for name in names)]
+        raise ShapeError(f"--shape must be of {', '.join(known)}, got {', '.join(unknown)}")
+    try:
+        return [MoEShape(m["E"], m["K"], m["D"], m["F"], ep_degree) for m in (known[name] for name in names)]
+    except ShapeError as error:
+        raise ShapeError(f"--ep must fit every --shape: {error}") from None
 
 
 def work(options: argparse.Namespace) -> int:
@@ -205,6 +209,17 @@ def errors_by_step(measured: Calibration, errors: Floats) -> list[str]:
     ]
 
 
+def check_out(options: argparse.Namespace) -> None:
+    """Raises ArgumentTypeError before minutes of measuring, not after them."""
+    out: Path = options.out
+    for path in (options.fit, *options.more) if options.fit else ():
+        if out.resolve() == path.resolve():
+            raise argparse.ArgumentTypeError(f"--out must be another file than those of --fit and --more, got {out}")
+    written = out if out.exists() else out.parent
+    if out.is_dir() or not out.parent.is_dir() or not os.access(written, os.W_OK):
+        raise argparse.ArgumentTypeError(f"--out must be a file that can be written, in a folder, got {out}")
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("hardware.json"), help="file to write (hardware.json)")
@@ -218,14 +233,17 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--left-out", action="store_true", help="with --fit: predict each layer by the others' fit too")
     options = parser.parse_args(argv)
-    named_shapes(options.shape, options.ep)
-    if options.fit:
-        try:
+    try:
+        check_out(options)
+        if options.fit:
             measured = Calibration.load(options.fit)
             more = [sample for path in options.more for sample in Calibration.load(path).samples]
-        except HardwareError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        else:
+            named_shapes(options.shape, options.ep)
+    except (ShapeError, HardwareError, argparse.ArgumentTypeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if options.fit:
         measured = replace(measured, samples=(*measured.samples, *more))
         finish(measured, options.out)
         if options.left_out:

@@ -157,6 +157,12 @@ class PairComparison:
     weights: Sequence[str] = ()
 
     @property
+    def gaps(self) -> NDArray[np.int64]:
+        """Steps before the last common one that only one of the runs has."""
+        extra = np.sort(np.concatenate([self.extra_a, self.extra_b]))
+        return extra[extra < self.common[-1]] if len(self.common) else extra
+
+    @property
     def identical(self) -> bool:
         return not (self.trends or len(self.extra_a) or len(self.extra_b) or self.weights)
 
@@ -364,12 +370,18 @@ def verdict(label_a: str, label_b: str, pair: PairComparison) -> str:
         return f"{label_b} has no step in common with {label_a}"
     if not pair.trends and pair.weights:
         return f"{label_b} is different from {label_a}: in the weights behind step {pair.weights_step}"
+    if not pair.trends and len(pair.gaps):
+        return (
+            f"{label_b} agrees with {label_a} at the {_count(len(common), 'step')} that both have, but "
+            f"{_count(len(pair.gaps), 'step')} in between, the first is step {pair.gaps[0]}, are in one of them only"
+        )
     if not pair.trends:
         return f"{label_b} is identical to {label_a} up to step {common[-1]}, the last that both have"
     first = min(int(trend.steps[0]) for trend in pair.trends.values())
     names = " and ".join(name for name, trend in pair.trends.items() if trend.steps[0] == first)
     before = common[common < first]
-    until = f"identical up to step {before[-1]}, " if len(before) else ""
+    same = "equal at the common steps" if (pair.gaps < first).any() else "identical"
+    until = f"{same} up to step {before[-1]}, " if len(before) else ""
     return f"{label_b} is different from {label_a}: {until}first differing at step {first}, in {names}"
 
 

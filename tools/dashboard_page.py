@@ -143,7 +143,8 @@ def _notes(run: Run) -> list[str]:
 def _comparison(shown: Sequence[Shown], pairs: Sequence[PairComparison]) -> str:
     first, lines = shown[0], []
     for one, pair in zip(shown[1:], pairs, strict=True):
-        kind = "other" if pair.trends or not len(pair.common) else "same"
+        differs = pair.trends or pair.weights or len(pair.gaps) or not len(pair.common)
+        kind = "other" if differs else "same"
         notes = [escape(line) for line in config_differences(first.run, one.run)]
         lines.append(f'<div class="{kind}">{verdict(first.label, one.label, pair)}</div>{_list(notes)}')
     return "\n".join(lines)

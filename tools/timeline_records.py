@@ -1,6 +1,7 @@
 """Reads what recorded steps left: a file a rank, laid on one clock."""
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,6 +112,7 @@ def _read(path: Path) -> RankTimeline:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays: dict[str, Any] = dict(file)
+        _check(arrays)
         ends = arrays["num_records"].cumsum()
         launches = []
         for index, end in enumerate(ends):
@@ -132,8 +134,23 @@ def _read(path: Path) -> RankTimeline:
         )
     except OSError as error:
         raise RecordError(f"{path}: must be a file of a recorded step, got {error}") from None
-    except (BadZipFile, KeyError, ValueError, EOFError):
+    except (BadZipFile, zlib.error, KeyError, IndexError, TypeError, ValueError, OverflowError, EOFError):
         raise RecordError(f"{path}: must be a whole file of a recorded step, got a broken one") from None
+
+
+def _check(arrays: dict[str, Any]) -> None:
+    """Raises ValueError where what is read does not fit together."""
+    records, counts, programs = arrays["records"], arrays["num_records"], arrays["num_programs"]
+    columns = [arrays[name] for name in ("names", "num_programs", "tasks_per_tile", "link_role", "num_dropped")]
+    if records.ndim != 2 or records.shape[1] != len(FIELDS) or records.dtype != np.int64:
+        raise ValueError(f"records must be int64 [tasks, {len(FIELDS)}], got {records.dtype} {records.shape}")
+    if any(column.shape != counts.shape for column in columns) or counts.min(initial=0) < 0:
+        raise ValueError("every launch must have an entry in every array")
+    if counts.sum() != len(records) or arrays["tasks_per_tile"].min(initial=1) < 1:
+        raise ValueError("records must be those of the launches, and a tile must have tasks")
+    role, program = (records[:, FIELDS.index(name)] for name in ("role", "program"))
+    if not np.isin(role, list(Role)).all() or not ((program >= 0) & (program < np.repeat(programs, counts))).all():
+        raise ValueError("every record must have a role and a program of its launch")
 
 
 def _on_one_clock(timelines: list[RankTimeline]) -> list[RankTimeline]:

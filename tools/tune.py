@@ -285,7 +285,7 @@ def main(argv: list[str]) -> int:
         for layer in all_layers(options):
             Workload.balanced(layer.shape, layer.num_tokens)
         if options.hardware:
-            Hardware.load(Path(options.hardware))
+            kernel_space(Hardware.load(Path(options.hardware)))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -119,6 +119,14 @@ def test_inputs_are_checked() -> None:
         fused_forward(too_many, torch.zeros(7, 2), torch.zeros(7, 2, dtype=torch.int64), w1, w2, w3, **good)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_expert_ids_are_whole_numbers(dtype: torch.dtype) -> None:
+    heap = open_virtual_ranks(LAYOUT, device="cpu")[0]
+    options = {"score_before_experts": False, "heap": heap, "config": CONFIG}
+    with pytest.raises(ValueError, match=f"expert ids must be int32 or int64, got {dtype}"):
+        fused_forward(BATCH.x[0], BATCH.scores[0], IDS[0].to(dtype), *BATCH.weights(0), **options)
+
+
 def test_static_roles_need_programs_for_each() -> None:
     with pytest.raises(ValueError, match="num_programs must be more than 32 with static roles, got 30"):
         KernelConfig(num_programs=30, dynamic_roles=False)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recipes import backend as backend_module
 from recipes.checks import check_config
@@ -246,6 +248,28 @@ def test_right_value_on_the_command_line(argument):
     check(argument)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("--uniep.timeline_steps", "3", "x"),
+            "--uniep.timeline_steps must be a list, each a whole number, got 'x'",
+        ),
+        (("--training.no_steps",), "--training.no_steps is not a known key; did you mean --training.steps?"),
+        (("--optimizer.no-lr", "3"), "--optimizer.no_lr is not a known key; did you mean --optimizer.lr?"),
+    ],
+)
+def test_arguments_that_no_key_takes(arguments, expected):
+    assert says(*arguments) == expected
+
+
+def test_a_toml_that_begins_with_a_mark(tmp_path):
+    text = (CONFIGS / "qwen3_cpu.toml").read_text()
+    (tmp_path / "mark.toml").write_text(text, encoding="utf-8-sig")
+    job = check("--training.steps=7", config=tmp_path / "mark.toml")
+    assert (job.model.flavor, job.training.steps) == ("cpu", 7)
+
+
 def test_timeline_steps_of_the_fused_kernels(edited, monkeypatch):
     path = edited('backend = "auto"', 'backend = "uniep"\ntimeline_steps = [10, 20]')
     monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: True)
@@ -477,6 +501,52 @@ def test_data_without_text(tmp_path):
     assert f"{tmp_path}/empty.txt" in text
 
 
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("--optimizer.weight_decay=-1", "[optimizer] weight_decay must be a finite number of at least 0, got -1.0"),
+        ("--optimizer.weight_decay=nan", "[optimizer] weight_decay must be a finite number of at least 0, got nan"),
+        ("--optimizer.beta1=1", "[optimizer] beta1 must be at least 0 and less than 1, got 1.0"),
+        ("--optimizer.beta2=-0.5", "[optimizer] beta2 must be at least 0 and less than 1, got -0.5"),
+        ("--optimizer.eps=0", "[optimizer] eps must be a finite number greater than 0, got 0.0"),
+        ("--checkpoint.keep_latest_k=1", "[checkpoint] keep_latest_k must be 0, for all, or at least 2, got 1"),
+        ("--training.gc_freq=0", "[training] gc_freq must be at least 1, got 0"),
+        ("--training.local_batch_size=99999999999", "[training] local_batch_size must be 1 to 2^24, got 99999999999"),
+        ("--comm.init_timeout_seconds=0", "[comm] init_timeout_seconds must be at least 1, got 0"),
+        ("--comm.train_timeout_seconds=-1", "[comm] train_timeout_seconds must be at least 1, got -1"),
+        ("--profiling.profile_freq=0", "[profiling] profile_freq must be at least 1, got 0"),
+        ("--profiling.profile_freq=3", "[profiling] profile_freq must be at least profiler_warmup + profiler_active"),
+        ("--checkpoint.load_step=7", "[checkpoint] load_step must be -1, for the last, or a step of"),
+        ("--uniep.tune.up.num_relay=-1", "[uniep.tune.up] num_relay must be at least 1, got -1"),
+        ("--uniep.tune.up_grad.num_combine=0", "[uniep.tune.up_grad] num_combine must be at least 1, got 0"),
+        ("--experimental.custom_import=no.such", "[experimental] custom_import must be a module that can be imported"),
+        ("--job.custom_config_module=no.such", "[job] custom_config_module must be a module with a JobConfig"),
+        ("--job.custom_config_module=json", "[job] custom_config_module must be a module with a JobConfig"),
+        ("--model.converters=flaot8", "[model] converters must be of quantize.linear.float8, "),
+        ("--training.dataset=c4_test", "[training] dataset must be one of c4, c4_validation, local, stdlib, got"),
+    ],
+)
+def test_values_that_would_end_or_spoil_a_run(argument, expected):
+    assert says("--profiling.enable_profiling", "--checkpoint.enable", argument).startswith(expected)
+
+
+def test_a_step_that_is_loaded(tmp_path):
+    (tmp_path / "checkpoint" / "step-7").mkdir(parents=True)
+    check("--checkpoint.enable", "--checkpoint.load_step=7", f"--job.dump_folder={tmp_path}")
+
+
+def test_context_parallel_ranks_on_cpus(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    text = says("--parallelism.context_parallel_degree=2")
+    assert text.startswith("[parallelism] context_parallel_degree must be 1 on CPUs")
+
+
+def test_timeline_steps_behind_the_last(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    text = says(BF16, "--uniep.backend=uniep", "--training.steps=5", "--uniep.timeline_steps", "5", "6")
+    assert text == "[uniep] timeline_steps must be steps up to [training] steps = 5, got 6"
+
+
 def test_misspelt_dataset_names_the_nearest():
     assert "did you mean stdlib?" in says("--training.dataset=stdlb")
 
@@ -508,6 +578,56 @@ def test_what_the_fused_kernels_need(arguments, env, expected, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert expected in says("--uniep.backend=uniep", *arguments)
+
+
+WITHOUT_FSDP = "where no FSDP casts the tokens"
+BF16_TOKENS = ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_ranks", "expected"),
+    [
+        ([], 1, f'[training] dtype must be "bfloat16" with [uniep] backend = "uniep" {WITHOUT_FSDP}'),
+        (
+            ["--parallelism.data_parallel_replicate_degree=2"],
+            2,
+            f'[training] dtype must be "bfloat16" with [uniep] backend = "uniep" {WITHOUT_FSDP}',
+        ),
+        (
+            ["--training.dtype=bfloat16"],
+            1,
+            f'[training] mixed_precision_param must be "float32" with [uniep] backend = "uniep" {WITHOUT_FSDP}',
+        ),
+        (
+            ["--training.mixed_precision_param=float32"],
+            2,
+            '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"',
+        ),
+        ([], 2, None),
+        (BF16_TOKENS, 1, None),
+    ],
+)
+def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(arguments, num_ranks, expected, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    options = {"config": "train_configs/qwen3_debug.toml", "num_ranks": num_ranks}
+    arguments = ["--parallelism.expert_parallel_degree=1", *arguments]
+    job = check(*arguments, **options)
+    assert backend_module.resolve_backend(job, num_ranks) == ("reference" if expected else "uniep")
+    if expected:
+        assert says("--uniep.backend=uniep", *arguments, **options).startswith(expected)
+    else:
+        check("--uniep.backend=uniep", *arguments, **options)
+
+
+def test_autocast_makes_a_norm_fp32():
+    """Why bf16 weights alone do not make bf16 tokens on one GPU."""
+    try:
+        torch.set_autocast_enabled("cuda", True)
+        with FakeTensorMode():
+            x, weight = (torch.empty(8, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            assert torch.nn.functional.rms_norm(x, (8,), weight).dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 class Gpu:
@@ -545,7 +665,7 @@ BF16 = "--training.mixed_precision_param=bfloat16"
     [
         "",
         '[uniep.tune]\nmode = "model"\n',
-        '[uniep.tune]\nmode = "measured"\nbucket_tokens = 2048\ncache = "here"\n',
+        '[uniep.tune]\nmode = "measured"\nbucket_tokens = 2048\ncache = "/tmp"\n',
         "[uniep.tune.up]\nnum_relay = 40\n",
         '[uniep.tune]\nmode = "model"\n[uniep.tune.up]\ntile = "wide4"\nnum_dispatch = 8\nnum_relay = 40\n',
         '[uniep.tune.down]\ntile = "narrow"\nnum_combine = 263\n',
@@ -608,6 +728,15 @@ def test_tuning_on_another_gpu(gpu, expected, tmp_path, on_gpu):
     on_gpu(gpu)
     assert expected in says(BF16, config=tune_section('[uniep.tune]\nmode = "model"\n', tmp_path))
     assert gpu.name in says(BF16, config=tune_section('[uniep.tune]\nmode = "model"\n', tmp_path))
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, on_gpu):
+    on_gpu(Gpu())
+    (tmp_path / "file").touch()
+    path = tune_section(f'[uniep.tune]\nmode = "measured"\ncache = "{tmp_path}/file/cache"\n', tmp_path)
+    assert "[uniep.tune] cache must be a folder that can be written, got" in says(BF16, config=path)
+    path = tune_section(f'[uniep.tune]\nmode = "model"\ncache = "{tmp_path}/file/cache"\n', tmp_path)
+    check(BF16, config=path)
 
 
 @pytest.mark.parametrize("gpu", [Gpu(), Gpu("NVIDIA H100"), Gpu("NVIDIA A100", 8)])

@@ -15,6 +15,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from recipes import data, make_tokenizer
 from recipes.data import DataError, check_data, fingerprint, local_files, stdlib_files
+from recipes.families import FAMILIES
 from tests.recipe.runs import TOKENIZER
 
 TEXTS = ["def f():\n    return 1\n", "naïve café, 你好", "one line"]
@@ -260,6 +261,75 @@ def test_file_that_is_not_what_its_suffix_says(tmp_path, name):
 def test_text_file_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00abc")
     assert "readable text" in refused(tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "decoy"), [("a[1].jsonl", "a1.jsonl"), ("b*.jsonl", "bb.jsonl"), ("c?.jsonl", "cc.jsonl")]
+)
+def test_a_file_name_is_no_pattern(tmp_path, name, decoy):
+    write_jsonl(tmp_path / decoy, [{"text": "another file"}])
+    assert load(write_jsonl(tmp_path / name, [{"text": "this one"}])) == ["this one"]
+
+
+def test_a_folder_name_is_no_pattern(tmp_path):
+    for folder in ("d[ab]", "da"):
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "t.jsonl", [{"text": folder}])
+    assert load(tmp_path / "d[ab]") == ["d[ab]"]
+
+
+NULL = {"text": None}
+TEXT = {"text": "a"}
+
+
+@pytest.mark.parametrize("records", [[NULL, TEXT], [TEXT, NULL], [*([TEXT] * 1500), NULL], [*([NULL] * 999), TEXT]])
+def test_null_is_left_out_wherever_it_stands(tmp_path, records, caplog):
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    with caplog.at_level("WARNING"):
+        assert load(path) == ["a"] * records.count(TEXT)
+    assert f"{records.count(NULL)} of {len(records)} records of {path} hold no text and are left out" in caplog.text
+
+
+def broken(folder: Path, name: str) -> Path:
+    """A folder of two files, the second of which is read too late for the check before the start."""
+    text = folder / "text"
+    text.mkdir()
+    write_jsonl(text / "a.jsonl", [TEXT] * 1500)
+    write_jsonl(text / name, [{"body": "b"}])
+    if name == "bytes.jsonl":
+        (text / name).write_bytes(b'{"text": "\xff\xfe"}\n')
+    return text
+
+
+@pytest.mark.parametrize(("name", "why"), [("bytes.jsonl", "utf-8"), ("fields.jsonl", "has the fields ['body']")])
+def test_what_is_found_late_names_the_file(tmp_path, name, why):
+    folder = broken(tmp_path, name)
+    with pytest.raises(DataError) as caught:
+        load(folder)
+    text = str(caught.value)
+    assert text.startswith(f'[training] dataset_path must hold readable text, got "{folder}": {folder / name}: ')
+    assert why in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_what_is_found_late_is_one_line_of_a_rank(family, tmp_path, capsys):
+    run = job("local", broken(tmp_path, "bytes.jsonl"))
+    run.training.seq_len, run.training.local_batch_size = 8, 1
+    with pytest.raises(SystemExit) as ended:
+        FAMILIES[family].build_dataloader_fn(dp_world_size=1, dp_rank=0, tokenizer=None, job_config=run)
+    assert ended.value.code == 2
+    assert "error: [training] dataset_path must hold readable text" in capsys.readouterr().err
+
+
+def test_parquet_without_rows(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), folder / "a.parquet")
+    assert "must hold text" in refused(folder)
+    assert "must hold text" in refused(folder / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "b.parquet")
+    assert load(folder) == TEXTS
 
 
 def test_local_needs_a_path():

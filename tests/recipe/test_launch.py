@@ -9,6 +9,7 @@ import pytest
 
 from recipes import launch
 from recipes.launch import ConfigError, Nodes, find_nodes, torchrun_command
+from recipes.records import lock_folder
 from tests.recipe.runs import ROOT, SHRINK
 
 SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
@@ -42,6 +43,17 @@ def error_of(env: dict[str, str]) -> str:
         find_nodes(env)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_a_folder_that_another_run_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    args = ["--job.config_file=train_configs/qwen3_cpu.toml", f"--job.dump_folder={tmp_path}"]
+    with lock_folder(tmp_path):
+        assert launch.main(args, {}) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f'error: [job] dump_folder must be a folder that no other run writes at the same time, got "{tmp_path}"\n'
+    )
 
 
 def test_one_node_needs_no_variables():
@@ -276,8 +288,9 @@ def test_bad_config_at_a_shell():
 
 
 def test_a_failing_rank_makes_the_exit_status(tmp_path: Path):
-    converter = "--model.converters=no_such_converter"  # TorchTitan looks it up when the model stands
-    done = start(f"--job.dump_folder={tmp_path}", converter, "--training.steps=1", *SHRINK, NGPU="2")
+    (tmp_path / "empty").mkdir()
+    checkpoint = ("--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}/empty")  # loaded by the ranks
+    done = start(f"--job.dump_folder={tmp_path}/run", *checkpoint, "--training.steps=1", *SHRINK, NGPU="2")
     assert "Training " in done.stdout, done.stderr
     assert done.returncode not in (0, 2)
 

@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from recipes import step_timer
 from recipes.expert_load import ExpertLoad
 from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
-from recipes.records import RunRecords, StepRecord
+from recipes.records import FolderInUseError, RunRecords, StepRecord, lock_folder
 from recipes.wandb_logger import heat_maps
 from tests.recipe.runs import ROOT, TOKENIZER, read_run, read_steps
 
@@ -57,7 +59,7 @@ def steps_and_losses(folder: Path) -> list[tuple[int, float]]:
 def test_a_line_a_step(tmp_path):
     write(tmp_path / "new" / "run", range(1, 4), may_continue=False)
     steps = read_steps(tmp_path / "new" / "run")
-    assert steps == [{k: v for k, v in vars(record(step)).items() if k != "expert_load"} for step in (1, 2, 3)]
+    assert steps == [{k: v for k, v in vars(record(step)).items() if v is not None} for step in (1, 2, 3)]
 
 
 def test_lines_are_there_before_the_run_ends(tmp_path):
@@ -130,6 +132,21 @@ def test_a_run_from_the_first_step_never_deletes_older_records(tmp_path):
     assert steps_and_losses(tmp_path) == [(1, 2), (2, 2)]
     kept = list(tmp_path.glob("earlier.*/metrics.jsonl"))
     assert [len(path.read_text().splitlines()) for path in kept] == [400]
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    first = RunRecords(str(tmp_path), {}, may_continue=False)
+    with pytest.raises(FolderInUseError, match=f'dump_folder must be a folder that no other run .* got "{tmp_path}"'):
+        RunRecords(str(tmp_path), {}, may_continue=False)
+    first.close()
+    RunRecords(str(tmp_path), {}, may_continue=False).close()
+
+
+def test_the_end_of_a_process_frees_its_folder(tmp_path):
+    code = f"from recipes.records import lock_folder; file = lock_folder({str(tmp_path)!r}); import os; os._exit(1)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT)
+    assert (tmp_path / "run.lock").exists()
+    lock_folder(tmp_path).close()
 
 
 def test_a_broken_run_json_starts_a_new_run(tmp_path):

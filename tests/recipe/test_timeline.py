@@ -39,7 +39,7 @@ def train_interpreted(args: list[str], shared: str) -> None:
         return RoutedBackend("uniep", run, {}, heap.close, timeline)
 
     for module in (recipes.checks, recipes.parallelize):
-        module.resolve_backend = lambda requested: "uniep"  # type: ignore[attr-defined]
+        module.resolve_backend = lambda config, world_size: "uniep"  # type: ignore[attr-defined]
     recipes.parallelize.open_backend = open_interpreted  # type: ignore[assignment]
     train_rank(args)
 
@@ -50,7 +50,7 @@ def test_recorded_step(tmp_path: Path) -> None:
     folder, logs = tmp_path / "run", tmp_path / "logs"
     args = [f"--job.config_file={ROOT}/train_configs/qwen3_cpu.toml", f"--model.hf_assets_path={TOKENIZER}"]
     args += [f"--job.dump_folder={folder}", "--metrics.no_enable_wandb", "--training.mixed_precision_param=bfloat16"]
-    args += [*SMALL, "--uniep.timeline_steps", "1", "9"]
+    args += [*SMALL, "--uniep.timeline_steps", "1"]
     with tempfile.TemporaryDirectory(prefix="uniep-", dir="/dev/shm") as shared:
         run_ranks(train_interpreted, args, shared, num_ranks=2, logs=logs)
 

@@ -146,6 +146,16 @@ def test_identical_up_to_a_step(tmp_path, capsys):
     assert "C is identical to A up to step 8, the last that both have" in said
 
 
+def test_missing_steps_in_between_are_said(tmp_path, capsys):
+    first, gap = write_run(tmp_path / "first"), write_run(tmp_path / "gap")
+    lines = (gap / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (gap / "metrics.jsonl").write_text("".join(lines[:4] + lines[6:10]))
+    page = make_page(tmp_path, first, gap)
+    said = "B agrees with A at the 8 steps that both have, but 2 steps in between, the first is step 5, are in one of"
+    assert f'<div class="other">{said}' in page
+    assert said in capsys.readouterr().out
+
+
 def test_runs_without_a_common_step(tmp_path, capsys):
     late = write_run(tmp_path / "late")
     lines = (late / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -166,6 +166,30 @@ def test_run_without_or_with_broken_records(tmp_path: Path) -> None:
         read_timelines(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("records", lambda records: np.add(records, [9, 0, 0, 0, 0, 0, 0, 0])),
+        ("records", lambda records: np.add(records, [0, 0, 3, 0, 0, 0, 0, 0])),
+        ("records", lambda records: records - [0, 0, 1, 0, 0, 0, 0, 0]),
+        ("records", lambda records: records[:-1]),
+        ("records", lambda records: records[:, :-1]),
+        ("records", lambda records: records.astype(float)),
+        ("num_records", lambda counts: counts[:-1]),
+        ("num_records", lambda counts: -counts),
+        ("names", lambda names: names[:-1]),
+        ("link_role", lambda roles: roles + 7),
+        ("tasks_per_tile", lambda tasks: tasks * 0),
+    ],
+)
+def test_a_file_whose_parts_do_not_fit(name, change, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path) / "timeline" / "step-3.rank-0.npz"
+    arrays = dict(np.load(file))
+    np.savez_compressed(file, **(arrays | {name: change(arrays[name])}))
+    assert tool.main([str(tmp_path), "--no-png"]) == 2
+    assert capsys.readouterr().err == f"error: {file}: must be a whole file of a recorded step, got a broken one\n"
+
+
 def test_without_matplotlib(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('No module named matplotlib')")
     command = [sys.executable, "-m", "tools.timeline", str(write_run(tmp_path))]

@@ -1,6 +1,7 @@
 """The fit: it finds the constants of a model from its own times, and says which ones the times do not decide."""
 
 import dataclasses
+import json
 import math
 from itertools import product
 from pathlib import Path
@@ -149,6 +150,31 @@ def test_a_calibration_is_read_back(tmp_path):
     (tmp_path / "cut.json").write_text((tmp_path / "again.json").read_text()[:-50])
     with pytest.raises(HardwareError, match=r"cut.json must be the samples of tools.calibrate"):
         Calibration.load(tmp_path / "cut.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"samples": []}, "samples must not be empty, got none"),
+        ({"memory_gbs": -1.0}, "memory_gbs must be a positive number, got -1.0"),
+        ({"memory_gbs": "fast"}, "memory_gbs must be a positive number, got 'fast'"),
+        ({"num_multiprocessors": 0}, "num_multiprocessors must be a whole number from 1, got 0"),
+        ({"us": 0.0}, r"samples\[3\].us must be a positive number, got 0.0"),
+        ({"us": math.nan}, r"samples\[3\].us must be a positive number, got nan"),
+        ({"us": math.inf}, r"samples\[3\].us must be a positive number, got inf"),
+        ({"tile": "huge"}, r"samples\[3\].tile must be one of wide4, wide3, narrow, got 'huge'"),
+        ({"step": "rest"}, r"samples\[3\].step must be one of up, .*, got 'rest'"),
+        ({"num_tokens": -4}, r"samples\[3\].num_tokens must be a whole number from 1, got -4"),
+        ({"num_link": 0}, r"samples\[3\].num_link must be a whole number from 1, got 0"),
+    ],
+)
+def test_a_calibration_that_cannot_be_fitted(change, expected, tmp_path):
+    values = json.loads((ROOT / "benchmarks/calibration_h200.samples.json").read_text())
+    values["samples"] = [sample for sample in values["samples"] if sample["step"] == "up"]
+    (values if change.keys() <= values.keys() else values["samples"][3]).update(change)
+    (tmp_path / "wrong.json").write_text(json.dumps(values))
+    with pytest.raises(HardwareError, match=f"wrong.json must be the samples of tools.calibrate: {expected}$"):
+        Calibration.load(tmp_path / "wrong.json")
 
 
 def test_no_samples_are_refused(h200):

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tools import calibrate, tune, tune_report
+from tools import bench_moe, calibrate, tune, tune_report
 from tools.tune_report import Tuned
 from uniep.autotune.calibration import Calibration
 from uniep.autotune.cost_model import fixed_us
@@ -38,10 +40,10 @@ def test_tools_say_that_they_need_gpus(capsys, monkeypatch):
     assert "measuring needs GPUs, --search-only does not" in capsys.readouterr().err
 
 
-def test_unknown_shapes_are_named():
-    for main in (calibrate.main, tune.main):
-        with pytest.raises(SystemExit, match=r"--shape must be of .*qwen3-30b-a3b.*, got qwen4"):
-            main(["--shape", "qwen4"])
+@pytest.mark.parametrize("main", [calibrate.main, tune.main, bench_moe.main])
+def test_unknown_shapes_are_named(main, capsys):
+    assert main(["--shape", "qwen4"]) == 2
+    assert re.search(r"error: --shape must be of .*qwen3-30b-a3b.*, got qwen4\n", capsys.readouterr().err)
 
 
 def test_fit_again_from_kept_samples(tmp_path, capsys, h200):
@@ -58,6 +60,54 @@ def test_fit_again_from_kept_samples(tmp_path, capsys, h200):
     assert "not decided by these times, as assumed: " in capsys.readouterr().out
     assert calibrate.main(["--fit", str(tmp_path / "none.json")]) == 2
     assert "none.json must be the samples of tools.calibrate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--fit", "--more"])
+def test_samples_are_not_written_over(option, tmp_path, capsys):
+    kept = tmp_path / "kept.json"
+    kept.write_text(SAMPLES.read_text())
+    files = {"--fit": str(SAMPLES), "--more": str(SAMPLES)} | {option: str(kept)}
+    args = [part for pair in files.items() for part in pair]
+    assert calibrate.main([*args, "--out", str(tmp_path / "." / "kept.json")]) == 2
+    assert "--out must be another file than those of --fit and --more" in capsys.readouterr().err
+    assert kept.read_text() == SAMPLES.read_text()
+
+
+@pytest.mark.parametrize("more", [["--fit", str(SAMPLES)], []])
+@pytest.mark.parametrize("out", ["none/gpu.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_first(more, out, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert calibrate.main([*more, "--out", str(tmp_path / out)]) == 2
+    assert "error: --out must be a file that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "args"),
+    [
+        *product([calibrate.main, bench_moe.main, tune.main], [["--ep", "3"], ["--ep", "0"]]),
+        *product([bench_moe.main, tune.main], [["--experts", "3"], ["--experts", "0"]]),
+    ],
+)
+def test_degrees_and_experts_that_no_layer_has(main, args, capsys):
+    assert main(args) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: --ep")
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"num_multiprocessors": 4}, "num_multiprocessors must be more than the"),
+        ({"assumed": tuple(f"up.{tile}.step_us" for tile in TILES)}, "up must have a tile that was timed"),
+    ],
+)
+def test_hardware_that_leaves_no_choice(change, expected, h200, tmp_path, capsys):
+    dataclasses.replace(h200, **change).save(tmp_path / "gpu.json")
+    assert tune.main(["--search-only", "--hardware", str(tmp_path / "gpu.json")]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"error: {expected}")
+    assert text.count("\n") == 1
 
 
 def test_a_calibration_times_every_tile_of_every_launch():

@@ -1,13 +1,15 @@
 """What a calibration measured, as it is: so that the fit can be made again later, anywhere."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from uniep.autotune.fit import Fit, Sample, errors_of, fit, start_constants
-from uniep.autotune.hardware import Bandwidth, Floats, Hardware, HardwareError
+from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Bandwidth, Floats, Hardware, HardwareError
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,18 @@ class Calibration:
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
+    def _check(self) -> None:
+        """What a file by hand may have wrong, and would end the fit late or spoil it."""
+        if not _is_count(self.num_multiprocessors):
+            raise HardwareError(f"num_multiprocessors must be a whole number from 1, got {self.num_multiprocessors!r}")
+        if not _is_positive(self.memory_gbs):
+            raise HardwareError(f"memory_gbs must be a positive number, got {self.memory_gbs!r}")
+        if not self.samples:
+            raise HardwareError("samples must not be empty, got none")
+        for index, sample in enumerate(self.samples):
+            if rule := _broken_rule(sample):
+                raise HardwareError(f"samples[{index}].{rule}")
+
     @staticmethod
     def load(path: Path) -> "Calibration":
         """
@@ -62,6 +76,42 @@ class Calibration:
             values = json.loads(path.read_text(encoding="utf-8"))
             tables = {what: Bandwidth.from_json(values[what]) for what in ("link", "copy")}
             samples = tuple(Sample.from_json(sample) for sample in values["samples"])
-            return Calibration(**{**values, **tables, "samples": samples})
+            found = Calibration(**{**values, **tables, "samples": samples})
+            found._check()
+            return found
+        except HardwareError as error:
+            raise HardwareError(f"{path} must be the samples of tools.calibrate: {error}") from error
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise HardwareError(f"{path} must be the samples of tools.calibrate, got {error!r}") from error
+
+
+# Steps that are timed but have no configuration.
+_FIXED_STEPS = ("exchange", "plan", "wgrad", "scores")
+
+
+def _broken_rule(sample: Sample) -> str | None:
+    """What is wrong with a sample: "{what} must be {rule}, got {value}"."""
+    steps = (*TUNED, *_FIXED_STEPS)
+    if sample.step not in steps:
+        return f"step must be one of {', '.join(steps)}, got {sample.step!r}"
+    if not _is_positive(sample.us):
+        return f"us must be a positive number, got {sample.us!r}"
+    counts = {"num_tokens": sample.num_tokens}
+    if sample.step in TUNED:
+        if sample.tile not in TILES:
+            return f"tile must be one of {', '.join(TILES)}, got {sample.tile!r}"
+        counts["num_link"] = sample.num_link
+    if sample.step in DISPATCHES:
+        counts["num_local"] = sample.num_local
+    for what, value in (*vars(sample.shape).items(), *counts.items()):
+        if not _is_count(value):
+            return f"{what} must be a whole number from 1, got {value!r}"
+    return None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

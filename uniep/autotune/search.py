@@ -80,13 +80,21 @@ def kernel_space(hardware: Hardware, tiles: Mapping[str, Iterable[str]] | None =
     that were timed on the hardware.
 
     Raises:
-        HardwareError: a launch has no tile.
+        HardwareError: a launch has no tile, or no program beside those that it needs for sending and computing.
     """
     chosen = tiles or {launch: hardware.offers(launch) for launch in TUNED}
     for launch in TUNED:
         if not tuple(chosen[launch]):
             raise HardwareError(f"{launch} must have a tile that was timed on {hardware.name}, got none")
-    return Space({launch: candidates_of(launch, chosen[launch], hardware.num_multiprocessors) for launch in TUNED})
+    launches = {launch: candidates_of(launch, chosen[launch], hardware.num_multiprocessors) for launch in TUNED}
+    for launch, candidates in launches.items():
+        if not len(candidates.tile):
+            least = min(_NUM_DISPATCH) + min(_NUM_RELAY) if launch in DISPATCHES else min(_NUM_COMBINE)
+            raise HardwareError(
+                f"num_multiprocessors must be more than the {least} programs that {launch} gives its roles at least, "
+                f"got {hardware.num_multiprocessors}"
+            )
+    return Space(launches)
 
 
 def paper_space(hardware: Hardware) -> Space:

@@ -97,6 +97,8 @@ def launch_exchange_routing(
     num_tokens, top_k = expert_ids_TK.shape
     if top_k != layout.shape.top_k:
         raise ValueError(f"experts a token must be top_k = {layout.shape.top_k}, got {top_k}")
+    if expert_ids_TK.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"expert ids must be int32 or int64, got {expert_ids_TK.dtype}")
     if num_tokens > layout.max_tokens:
         raise ValueError(
             f"tokens of rank {heap.rank} must be at most max_tokens = {layout.max_tokens}, got {num_tokens}"

@@ -1,0 +1,27 @@
+"""tools.bench_train without training: what it refuses."""
+
+import pytest
+
+from tools import bench_train
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--steps", "3"], "--steps must be more than the 3 of the warm-up, got 3"),
+        (["--keep", __file__], f"--keep must be a folder, got {__file__}"),
+        (["--keep", f"{__file__}/runs"], f"--keep must be a folder, got {__file__}/runs"),
+        (
+            ["--", "--training.steps", "2"],
+            "what stands behind -- must leave the steps and the folders to --steps and --keep, got --training.steps",
+        ),
+        (
+            ["--", "--job.dump-folder=x"],
+            "what stands behind -- must leave the steps and the folders to --steps and --keep, got --job.dump-folder=x",
+        ),
+    ],
+)
+def test_refused_before_any_run(args, expected, capsys, monkeypatch):
+    monkeypatch.setattr(bench_train, "train", None)
+    assert bench_train.main(["config.toml", *args]) == 2
+    assert capsys.readouterr().err == f"error: {expected}\n"
