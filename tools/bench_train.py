@@ -90,13 +90,14 @@ def main(argv: list[str]) -> int:
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="bench_train_"))
     scratch.mkdir(parents=True, exist_ok=True)
     rows, baseline = [], None
-    for index, backend in enumerate(options.backends):
-        folder = scratch / f"{index}-{backend}"
+    # One backend may stand there twice.
+    folders = [scratch / f"{index}-{backend}" for index, backend in enumerate(options.backends)]
+    for backend, folder in zip(options.backends, folders, strict=True):
         train(options.config, backend, folder, overrides)
         row = {"backend": backend, **summarize(folder)}
         if baseline is not None:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                row["identical"] = compare_runs.main([str(scratch / f"0-{options.backends[0]}"), str(folder)]) == 0
+                row["identical"] = compare_runs.main([str(folders[0]), str(folder)]) == 0
             row["speedup"] = baseline["step_time_ms"] / row["step_time_ms"] if row["identical"] else None
         baseline = baseline or row
         rows.append(row)
@@ -106,7 +107,7 @@ def main(argv: list[str]) -> int:
             f"{row['peak_memory_gib']:6.1f} GiB" + _verdict(row),
             flush=True,
         )
-    run = json.loads((scratch / f"0-{options.backends[0]}" / "run.json").read_text())
+    run = json.loads((folders[0] / "run.json").read_text())
     result = {
         "config": options.config,
         "steps": options.steps,

@@ -163,7 +163,7 @@ def test_a_calibration_is_read_back(tmp_path):
         ({"us": math.nan}, r"samples\[3\].us must be a positive number, got nan"),
         ({"us": math.inf}, r"samples\[3\].us must be a positive number, got inf"),
         ({"tile": "huge"}, r"samples\[3\].tile must be one of wide4, wide3, narrow, got 'huge'"),
-        ({"step": "rest"}, r"samples\[3\].step must be one of up, .*, got 'rest'"),
+        ({"step": "rest"}, r"samples\[3\].step must be one of exchange, .*, got 'rest'"),
         ({"num_tokens": -4}, r"samples\[3\].num_tokens must be a whole number from 1, got -4"),
         ({"num_link": 0}, r"samples\[3\].num_link must be a whole number from 1, got 0"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from uniep.autotune.fit import Fit, Sample, errors_of, fit, start_constants
+from uniep.autotune.fit import STEPS, Fit, Sample, errors_of, fit, start_constants
 from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Bandwidth, Floats, Hardware, HardwareError
 
 
@@ -85,15 +85,10 @@ class Calibration:
             raise HardwareError(f"{path} must be the samples of tools.calibrate, got {error!r}") from error
 
 
-# Steps that are timed but have no configuration.
-_FIXED_STEPS = ("exchange", "plan", "wgrad", "scores")
-
-
 def _broken_rule(sample: Sample) -> str | None:
     """What is wrong with a sample: "{what} must be {rule}, got {value}"."""
-    steps = (*TUNED, *_FIXED_STEPS)
-    if sample.step not in steps:
-        return f"step must be one of {', '.join(steps)}, got {sample.step!r}"
+    if sample.step not in STEPS:
+        return f"step must be one of {', '.join(STEPS)}, got {sample.step!r}"
     if not _is_positive(sample.us):
         return f"us must be a positive number, got {sample.us!r}"
     counts = {"num_tokens": sample.num_tokens}

@@ -27,7 +27,8 @@ _PRIOR_OF_MEASURED = {"send_share": 0.05, "reduce_share": 0.05}
 _DECIDED = 0.02
 _MAX_STEPS = 40
 _LOG_STEP = 1e-4
-_STEPS = (*FORWARD, *BACKWARD, "scores")
+# What is timed.
+STEPS = (*FORWARD, *BACKWARD, "scores")
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ class _Model:
 def _concerns(constant: str, step: str) -> bool:
     """Whether a constant can change a step's time: its first word is a step, or it is everyone's."""
     owner = constant.partition(".")[0]
-    return owner not in _STEPS or owner == step or (owner, step) == ("scores", "wgrad")
+    return owner not in STEPS or owner == step or (owner, step) == ("scores", "wgrad")
 
 
 def _candidates(samples: Sequence[Sample]) -> Candidates | None:

@@ -1,8 +1,8 @@
 """Launches of Triton kernels that cost the host little.
 
 Triton looks at every argument of every launch for the binary that was compiled for its type and alignment, and asks the
-driver about every pointer. For ten kernels with up to seventy arguments, that is most of what a layer costs the host,
-which then holds back the GPU. Here a launch is known again by what Triton specializes on, and goes straight to its
+driver about every pointer. For ten kernels with up to seventy arguments, that costs the host so much that the GPU waits
+for it in a layer of small experts. Here a launch is known again by what Triton specializes on, and goes straight to its
 binary with addresses instead of tensors.
 """
 
@@ -57,7 +57,7 @@ def launch(
 
 
 def ceil_div(a: int, b: int) -> int:
-    """As triton.cdiv, which takes 5 us of the host."""
+    """As triton.cdiv, which kernels can call too, and which is slow on the host for that."""
     return -(-a // b)
 
 
