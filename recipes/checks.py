@@ -145,6 +145,11 @@ def _check_training(config: JobConfig) -> None:
             '[activation_checkpoint] selective_ac_option must be "op" or a whole number, '
             f'got "{ac.selective_ac_option}"'
         )
+    if training.dataloader.num_workers not in (0, 1):
+        raise ConfigError(
+            "[training.dataloader] num_workers must be 0 or 1, because each worker of TorchTitan's data loader reads "
+            f"all texts, got {training.dataloader.num_workers}"
+        )
     _check_checkpoint(config)
     _check_profiling(config)
     if late := [step for step in config.uniep.timeline_steps if step > training.steps]:

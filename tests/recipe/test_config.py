@@ -517,6 +517,7 @@ def test_data_without_text(tmp_path):
         ("--profiling.profile_freq=0", "[profiling] profile_freq must be at least 1, got 0"),
         ("--profiling.profile_freq=3", "[profiling] profile_freq must be at least profiler_warmup + profiler_active"),
         ("--checkpoint.load_step=7", "[checkpoint] load_step must be -1, for the last, or a step of"),
+        ("--training.dataloader.num_workers=2", "[training.dataloader] num_workers must be 0 or 1, "),
         ("--uniep.tune.up.num_relay=-1", "[uniep.tune.up] num_relay must be at least 1, got -1"),
         ("--uniep.tune.up_grad.num_combine=0", "[uniep.tune.up_grad] num_combine must be at least 1, got 0"),
         ("--experimental.custom_import=no.such", "[experimental] custom_import must be a module that can be imported"),

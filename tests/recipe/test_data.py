@@ -9,13 +9,16 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from tokenizers import Tokenizer, pre_tokenizers
+from torch import Tensor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from recipes import data, make_tokenizer
 from recipes.data import DataError, check_data, fingerprint, local_files, stdlib_files
 from recipes.families import FAMILIES
+from recipes.load import load_config
 from tests.recipe.runs import TOKENIZER
 
 TEXTS = ["def f():\n    return 1\n", "naïve café, 你好", "one line"]
@@ -382,3 +385,24 @@ def test_making_the_tokenizer_twice_gives_one_file(tmp_path, monkeypatch):
     assert 256 + 2 < tokenizer.get_vocab_size() <= 300
     assert len(tokenizer.encode("return self.value").ids) < len("return self.value")
     assert tokenizer.decode(tokenizer.encode("zß🤖").ids) == "zß🤖"
+
+
+def test_a_worker_reads_the_same_batches_and_goes_on_where_it_stopped():
+    def loader(num_workers: int):
+        config = load_config(["--job.config_file", "train_configs/qwen3_cpu.toml"])
+        config.training.dataloader.num_workers = num_workers
+        family = FAMILIES[config.model.name]
+        tokenizer = family.build_tokenizer_fn(config)
+        return family.build_dataloader_fn(dp_world_size=2, dp_rank=1, tokenizer=tokenizer, job_config=config)
+
+    def labels(batches, count: int) -> list[Tensor]:
+        return [next(batches)[1] for _ in range(count)]
+
+    want = labels(iter(loader(0)), 6)
+    first = loader(1)
+    got = labels(iter(first), 3)
+    second = loader(1)
+    second.load_state_dict(first.state_dict())
+    got += labels(iter(second), 3)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert len({tuple(one.flatten().tolist()) for one in want}) == 6
