@@ -41,6 +41,7 @@ class RoutedBackend:
         close: gives back what it holds; all ranks call it together, after the last step.
         timeline: where `run` records its kernels while it is recording, or None.
         metrics: numbers of the last steps, for the log.
+        symmetric_gib: device memory that it holds outside torch's allocator.
     """
 
     name: str
@@ -49,6 +50,7 @@ class RoutedBackend:
     close: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
     metrics: Callable[[], Mapping[str, float]] = dict
+    symmetric_gib: float = 0.0
 
     def without_timeline(self) -> "RoutedBackend":
         """The same for layers that are not recorded."""
@@ -172,7 +174,7 @@ def open_backend(
         tune = resolve_tune(tune, torch.cuda.get_device_name(device))
     if tune.mode == "off":
         run = functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more)
-        return RoutedBackend(name, run, facts, close=heap.close, timeline=timeline)
+        return RoutedBackend(name, run, facts, heap.close, timeline, symmetric_gib=heap_gib)
     tuner = open_tuner(
         heap,
         group,
@@ -183,7 +185,7 @@ def open_backend(
         compiled=compiled,
     )
     run = functools.partial(tuner.run, **more)
-    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, heap.close, timeline, tuner.metrics)
+    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, heap.close, timeline, tuner.metrics, heap_gib)
 
 
 def open_heap(

@@ -10,6 +10,8 @@ Environment variables, as in TorchTitan's own script:
   CONFIG_FILE   the TOML of the run; without it a Qwen3 MoE that suits the machine
   NGPU          ranks on this node; without it one per GPU, or 2 on CPUs
   LOG_RANK      local ranks whose output is shown, such as 0 or 0,1 (0)
+  PYTORCH_ALLOC_CONF
+                settings of torch's allocator (expandable_segments:True)
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
                 several nodes: start the script on each; taken from SLURM's variables when present (one task per node)
 
@@ -33,6 +35,8 @@ from recipes.records import FolderInUseError, lock_folder
 
 DEFAULT_CONFIG_CPU = "./train_configs/qwen3_cpu.toml"
 DEFAULT_CONFIG_GPU = "./train_configs/qwen3_debug.toml"
+# The settings of torch's allocator; the second is the older name.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,9 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
         return 2
     if not num_gpus and "OMP_NUM_THREADS" not in env:
         env = {**env, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks_per_node))}
+    if num_gpus and not any(name in env for name in ALLOCATOR_VARIABLES):
+        # As TorchTitan's own script does: the number of rows changes from step to step, and with it what is allocated.
+        env = {**env, ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
     command = torchrun_command(nodes, ranks_per_node, log_rank, args)
     where = f"{ranks_per_node} GPUs" if num_gpus else f"CPUs, {ranks_per_node} ranks (no GPU is visible)"
     print(f"Training {config.job.config_file} on {nodes.num_nodes} node(s), {where}", flush=True)

@@ -2,9 +2,9 @@
 steps to the console, TensorBoard and wandb."""
 
 import copy
+import functools
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
+from recipes.backend import RoutedBackend
 from recipes.data import fingerprint
 from recipes.expert_load import ExpertLoad, ExpertLoadCounter
 from recipes.parallelize import routed_backend
@@ -114,7 +115,7 @@ class RecipeMetrics(MetricsProcessor):
             step_time_s=step_time_s,
             tokens_per_second=tokens_per_second,
             tokens_per_day=tokens_per_second * SECONDS_PER_DAY,
-            memory_gib=memory.max_reserved_gib,
+            memory_gib=memory.max_reserved_gib + (self._routed.symmetric_gib if self._routed else 0.0),
             data_loading_s=sum(self.data_loading_times),
             forward_backward_s=self.forward_backward.take_s(),
             unix_time_s=time.time(),
@@ -186,9 +187,10 @@ class RecipeMetrics(MetricsProcessor):
             "time_metrics/data_loading(%)": 100 * self._data_loading_since_console / self._seconds_since_console,
             "time_metrics/forward_backward(s)": record.forward_backward_s,
             **{f"memory/{name}": value for name, value in memory._asdict().items()},
+            "memory/symmetric_gib": self._routed.symmetric_gib if self._routed else 0.0,
             **progress.metrics(),
             **_load_metrics(record.expert_load),
-            **self._backend_metrics(),
+            **(self._routed.metrics() if self._routed else {}),
             **extra,
         }
         mfu = ""
@@ -203,7 +205,8 @@ class RecipeMetrics(MetricsProcessor):
             f"{color.red}step: {record.step:2}/{config.training.steps}  "
             f"{color.green}loss: {record.loss:8.5f}  "
             f"{color.orange}grad_norm: {record.grad_norm:7.4f}  "
-            f"{color.turquoise}memory: {record.memory_gib:5.2f}GiB({memory.max_reserved_pct:.2f}%)  "
+            f"{color.turquoise}memory: {record.memory_gib:5.2f}GiB"
+            f"({100 * record.memory_gib / self.device_memory_monitor.device_capacity_gib:.2f}%)  "
             f"{color.blue}tps: {round(tokens_per_second):,}  "
             f"{color.cyan}{humanize(tokens_per_second * SECONDS_PER_DAY)} tokens/day "
             f"(median {humanize(median_per_second * SECONDS_PER_DAY)})"
@@ -237,13 +240,13 @@ class RecipeMetrics(MetricsProcessor):
                 logger.warning("wandb is not installed: the run is recorded in its folder only")
         return records
 
-    def _backend_metrics(self) -> Mapping[str, float]:
-        backend = routed_backend(self.model_parts[0]) if self.model_parts else None
-        return backend.metrics() if backend else {}
+    @functools.cached_property
+    def _routed(self) -> RoutedBackend | None:
+        """None for TorchTitan's own block. The trainer hands over its model after the processor has been made."""
+        return routed_backend(self.model_parts[0]) if self.model_parts else None
 
     def _backend(self) -> dict[str, Any]:
-        assert self.model_parts is not None
-        backend = routed_backend(self.model_parts[0])
+        backend = self._routed
         ran = {"ran": backend.name, **backend.facts} if backend else {"ran": "torchtitan"}
         return {"requested": self.job_config.uniep.backend, **ran}
 

@@ -53,8 +53,8 @@ class StepRecord:
         tokens_seen: tokens of all ranks since the first step, over restarts.
         step_time_s: from the end of the step before to the end of this one.
         tokens_per_second: of all ranks, in this step; tokens_per_day: the same times 86400.
-        memory_gib: peak since the step before; on CPUs resident memory, on GPUs what torch has reserved, which leaves
-            out the symmetric memory of `backend = "uniep"` (heap_gib in run.json).
+        memory_gib: peak since the step before: on GPUs what torch has reserved and the symmetric memory, on CPUs
+            resident memory.
         data_loading_s: time this rank waited for its data.
         forward_backward_s: in forward and backward of this rank's device; the rest of the step is the clipping, the
             optimizer, and what is between them.

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes import launch
 from recipes.launch import ConfigError, Nodes, find_nodes, torchrun_command
@@ -220,6 +221,18 @@ def test_the_default_config_runs_on_any_number_of_ranks(executed, num_ranks, deg
 def test_threads_that_are_set_stay(executed):
     run_main(OMP_NUM_THREADS="7")
     assert executed[0][1]["OMP_NUM_THREADS"] == "7"
+
+
+def test_on_gpus_the_allocators_segments_grow(executed, monkeypatch):
+    """As TorchTitan's script starts it, unless the user has chosen under either name."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    run_main()
+    assert executed[0][1]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        run_main(**{name: "backend:native"})
+        chosen = {key: value for key, value in executed[-1][1].items() if key.endswith("ALLOC_CONF")}
+        assert chosen == {name: "backend:native"}
 
 
 def test_the_world_is_checked_over_all_nodes(executed, capsys):
