@@ -18,6 +18,7 @@ from uniep.kernels.config import default_config
 from uniep.kernels.timeline import Timeline
 from uniep.layer import fused_moe
 from uniep.plan.layout import HeapLayout
+from uniep.plan.room import Room
 from uniep.reference import reference_moe
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import HeapError, SymmetricHeap
@@ -41,7 +42,7 @@ class RoutedBackend:
         close: gives back what it holds; all ranks call it together, after the last step.
         timeline: where `run` records its kernels while it is recording, or None.
         metrics: numbers of the last steps, for the log.
-        symmetric_gib: device memory that it holds outside torch's allocator.
+        layout: of the symmetric memory that all layers share, or None.
     """
 
     name: str
@@ -50,13 +51,21 @@ class RoutedBackend:
     close: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
     metrics: Callable[[], Mapping[str, float]] = dict
-    symmetric_gib: float = 0.0
+    layout: HeapLayout | None = None
 
-    def without_timeline(self) -> "RoutedBackend":
-        """The same for layers that are not recorded."""
-        if self.timeline is None:
-            return self
-        return replace(self, run=functools.partial(self.run, timeline=None), timeline=None)
+    @property
+    def symmetric_gib(self) -> float:
+        """Device memory that it holds outside torch's allocator."""
+        return self.layout.num_bytes / 2**30 if self.layout else 0.0
+
+    def of_layer(self, number: int) -> "RoutedBackend":
+        """The same for one layer: with room for its own number of rows, and only the first can be recorded."""
+        backend = self
+        if self.layout is not None:
+            backend = replace(backend, run=functools.partial(backend.run, room=Room(self.layout)))
+        if number and self.timeline is not None:
+            backend = replace(backend, run=functools.partial(backend.run, timeline=None), timeline=None)
+        return backend
 
 
 def resolve_backend(config: JobConfig, world_size: int) -> Backend:
@@ -174,7 +183,7 @@ def open_backend(
         tune = resolve_tune(tune, torch.cuda.get_device_name(device))
     if tune.mode == "off":
         run = functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more)
-        return RoutedBackend(name, run, facts, heap.close, timeline, symmetric_gib=heap_gib)
+        return RoutedBackend(name, run, facts, heap.close, timeline, layout=layout)
     tuner = open_tuner(
         heap,
         group,
@@ -185,7 +194,7 @@ def open_backend(
         compiled=compiled,
     )
     run = functools.partial(tuner.run, **more)
-    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, heap.close, timeline, tuner.metrics, heap_gib)
+    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, heap.close, timeline, tuner.metrics, layout)
 
 
 def open_heap(

@@ -65,10 +65,9 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
             num_layers_waiting=_num_layers_waiting(model, job_config),
             compiled=_compiles_model(job_config),
         )
-        for block in _blocks(model):
-            if block.moe_enabled:
-                block.moe = UniEPMoE(block.moe, routed, ep_mesh=ep_mesh)
-                routed = routed.without_timeline()
+        with_experts = [block for block in _blocks(model) if block.moe_enabled]
+        for number, block in enumerate(with_experts):
+            block.moe = UniEPMoE(block.moe, routed.of_layer(number), ep_mesh=ep_mesh)
         return _parallelize(model, parallel_dims, job_config, ac_save_ops)
 
     return parallelize

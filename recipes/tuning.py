@@ -40,7 +40,6 @@ from uniep.autotune.search import Choice, LaunchChoice, Space, kernel_space, pre
 from uniep.autotune.watch import Watch
 from uniep.autotune.workload import Workload
 from uniep.kernels.config import KernelConfig
-from uniep.kernels.timeline import Timeline
 from uniep.layer import FORWARD_STEPS, fused_moe
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -181,25 +180,12 @@ class Tuner:
         self,
         x_TD: Tensor,
         *tensors: Tensor,
-        heap: SymmetricHeap,
-        score_before_experts: bool,
-        fast: bool = False,
-        timeline: Timeline | None = None,
+        **options: Any,
     ) -> Tensor:
-        """`uniep.layer.fused_moe` with the bucket's configuration."""
+        """`uniep.layer.fused_moe` with the bucket's configuration, for any other of its options."""
         num_tokens = len(x_TD)
         on_step = self.before_call(num_tokens)
-        config = self.config(num_tokens)
-        return fused_moe(
-            x_TD,
-            *tensors,
-            score_before_experts=score_before_experts,
-            heap=heap,
-            config=config,
-            fast=fast,
-            timeline=timeline,
-            on_step=on_step,
-        )
+        return fused_moe(x_TD, *tensors, config=self.config(num_tokens), on_step=on_step, **options)
 
     def before_call(self, num_tokens: int) -> Callable[[int], None] | None:
         """Counts a forward, reads what has been timed meanwhile, and says how this one is timed, if it is."""

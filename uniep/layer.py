@@ -25,6 +25,7 @@ from uniep.kernels.gemm_combine import (
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
 from uniep.kernels.timeline import Timeline
 from uniep.kernels.wgrad import default_wgrad_config, launch_wgrad
+from uniep.plan.room import Room
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
 
@@ -81,6 +82,7 @@ def forward_steps(
     save: bool = False,
     fast: bool = False,
     compiled: bool = False,
+    room: Room | None = None,
     timeline: Timeline | None = None,
 ) -> Generator[None, None, tuple[Tensor, Saved | None]]:
     """One forward without autograd, one launch a step: exchange, plan, dispatch + up GEMM, down GEMM + combine, the
@@ -100,6 +102,7 @@ def forward_steps(
     x_TD, scores_TK = x_TD.contiguous(), scores_TK.contiguous()
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
     in_kernel = reduces_in_kernel(num_tokens, dim, score_before_experts=score_before_experts)
+    room = room or heap.room
     epoch = heap.next_epoch()
     keeps_rows = save and not score_before_experts and not fast
     returned = heap.take_returned(keep=keeps_rows)
@@ -110,7 +113,7 @@ def forward_steps(
     scores_WMK = heap.region("scores").clone() if save and not score_before_experts else None
     yield
     while True:
-        room_rows = heap.room_rows
+        room_rows = room.num_rows
         up = launch_dispatch_gemm(
             x_TD,
             w1_LFD,
@@ -142,10 +145,10 @@ def forward_steps(
         yield
         # The device knew R before the dispatch began, so this waits for no kernel of this forward that takes long.
         num_rows = sizes.num_rows()
+        room.follow(num_rows)
         if num_rows <= room_rows:
             break
         # The rows had no room and neither kernel did more than send tokens: both once more, with room.
-        heap.make_room(num_rows)
     if not in_kernel:
         out_TD = reduce_by_torch(scores_TK, returned)
     if up.g_RF is None or up.u_RF is None:
@@ -327,6 +330,7 @@ class _FusedMoE(torch.autograd.Function):
         config: KernelConfig,
         fast: bool,
         compiled: bool,
+        room: Room | None,
         timeline: Timeline | None,
         on_step: Callable[[int], None] | None,
     ) -> Tensor:
@@ -339,7 +343,7 @@ class _FusedMoE(torch.autograd.Function):
             "compiled": compiled,
             "timeline": timeline,
         }
-        out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, **more), on_step)
+        out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, room=room, **more), on_step)
         assert saved is not None
         saved_x = x_TD if score_before_experts else None
         rows = (saved.x_RD, saved.g_RF, saved.u_RF, saved.scores_WMK, saved.y_TKD)
@@ -357,7 +361,7 @@ class _FusedMoE(torch.autograd.Function):
         got = _finish(backward_steps(grads[0], saved, *inputs, **ctx.options))
         weights = zip((got.w1_LFD, got.w2_LDF, got.w3_LFD), inputs[3:], strict=True)
         grad_weights = (grad.to(weight.dtype) for grad, weight in weights)
-        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None, None, None, None, None
+        return got.x_TD, got.scores_TK, None, *grad_weights, *[None] * 8
 
 
 def fused_moe(
@@ -373,6 +377,7 @@ def fused_moe(
     config: KernelConfig,
     fast: bool = False,
     compiled: bool = False,
+    room: Room | None = None,
     timeline: Timeline | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
@@ -391,19 +396,21 @@ def fused_moe(
         fast: let the backward round less often and take the gradients of the scores at the experts: other bits than
             the reference's, the same on every run.
         compiled: SwiGLU as torch.compile rounds it, for models whose stock block is compiled.
+        room: the layer's, which follows its routing from forward to forward; the heap's if it has none.
         timeline: records every task of this layer while it is recording, and changes no bit.
         on_step: for timing, called with a number of FORWARD_STEPS before each step of a forward that autograd records.
             Where rows had no room, there are more steps.
     """
     tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, compiled, timeline, on_step)
+        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, compiled, room, timeline, on_step)
     return fused_forward(
         *tensors,
         score_before_experts=score_before_experts,
         heap=heap,
         config=config,
         compiled=compiled,
+        room=room,
         timeline=timeline,
     )
 

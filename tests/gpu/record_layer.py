@@ -53,7 +53,7 @@ def main() -> None:
         inputs = LayerInputs.draw(heap, arguments.tokens)
         timeline = Timeline(device)
         # run_layer takes each launch once: from the start there is room for all rows that can come.
-        heap.room_rows = heap.layout.max_rows
+        heap.room.num_rows = heap.layout.max_rows
 
         def run(records: Timeline | None) -> list[torch.Tensor]:
             return run_layer(inputs, heap, config, with_backward=True, timeline=records)[0]

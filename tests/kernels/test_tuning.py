@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.config import Tune
+from recipes.backend import open_backend
+from recipes.config import Tune, UniEP
 from recipes.launch_times import LayerInputs
 from recipes.tuning import open_tuner
 from tests.kernels.oracle import draw_batch
@@ -117,7 +118,7 @@ def test_each_step_of_a_recorded_forward_is_told() -> None:
         told: list[list[int]] = []
         for room in (None, 3):
             if room is not None:
-                heap.room_rows = room
+                heap.room.num_rows = room
             numbers: list[int] = []
             x, scores, *weights = leaves(batch, heap.rank)
             options: dict[str, Any] = {"score_before_experts": False, "heap": heap, "config": DEFAULT}
@@ -166,6 +167,38 @@ def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pyte
     inputs = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
     more: dict[str, Any] = {"score_before_experts": False, "heap": heap}
     assert torch.equal(tuner.run(*inputs, **more), fused_moe(*inputs, **more, config=DEFAULT))
+
+
+@pytest.mark.parametrize("mode", ["off", "model"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_layers_of_an_opened_backend_run(mode: str, layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that a backend hands to a layer, tuned or not; each layer follows its own rows."""
+    shape = MoEShape(4, 2, 40, 24)
+    heaps: list[SymmetricHeap] = []
+
+    def open_heap(layout: HeapLayout, *_: Any) -> tuple[SymmetricHeap, str]:
+        heaps.extend(open_virtual_ranks(layout, device="cpu"))
+        return heaps[-1], "virtual"
+
+    monkeypatch.setattr("recipes.backend.open_heap", open_heap)
+    monkeypatch.setattr("recipes.backend.default_config", lambda device: of_tile("narrow"))
+    monkeypatch.setattr("recipes.tuning.warm_up", lambda *_, **__: None)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: True)
+    options = UniEP(tune=Tune(mode=mode, watch_calls=0))  # type: ignore[arg-type]
+    opened = open_backend("uniep", shape, max_tokens=12, ep_mesh=None, options=options)
+    backend = opened.of_layer(layer)
+
+    batch = draw_batch(shape, [torch.rand(12, 4).topk(2).indices], seed=1, exact=False)
+    inputs = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
+    got = backend.run(*inputs, score_before_experts=False)
+    assert torch.equal(got, fused_moe(*inputs, score_before_experts=False, heap=heaps[0], config=DEFAULT))
+    assert opened.symmetric_gib == heaps[0].layout.num_bytes / 2**30
+    rooms = [opened.of_layer(layer).run.keywords["room"] for _ in range(2)]  # type: ignore[attr-defined]
+    assert rooms[0] is not rooms[1]
 
 
 def _same_tile(one: Any, other: Any) -> bool:

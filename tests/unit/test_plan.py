@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from uniep.plan.layout import HeapLayout
+from uniep.plan.room import FORWARDS_BEFORE_SHRINKING, Room
 from uniep.plan.token_map import NO_EXPERT, plan_ref
 from uniep.shapes import MoEShape, ShapeError
 
@@ -116,3 +117,32 @@ def test_layout_offsets_pass_32_bits() -> None:
 def test_layout_refuses_unaligned_rows(dim: int, hidden_dim: int, what: str) -> None:
     with pytest.raises(ShapeError, match=f"^{what} must be a multiple of 8, got 20"):
         HeapLayout(MoEShape(4, 2, dim, hidden_dim), max_tokens=4)
+
+
+def test_room_grows_at_once_and_shrinks_late() -> None:
+    room = Room(HeapLayout(MoEShape(8, 2, 64, 64, 2), max_tokens=4096))
+    assert room.num_rows == 68 * 128  # 8192 rows and a sixteenth
+    room.follow(8704)
+    assert room.num_rows == 68 * 128
+    room.follow(12000)
+    assert room.num_rows == 100 * 128
+    # Fewer rows now and then change nothing, only if no forward of many needed them.
+    for _ in range(FORWARDS_BEFORE_SHRINKING - 2):
+        room.follow(1000)
+    assert room.num_rows == 100 * 128
+    for _ in range(FORWARDS_BEFORE_SHRINKING - 1):
+        room.follow(1000)
+    assert room.num_rows == 100 * 128
+    room.follow(1200)
+    assert room.num_rows == 10 * 128
+
+
+def test_room_is_no_larger_than_the_layout() -> None:
+    layout = HeapLayout(MoEShape(8, 2, 64, 64, 2), max_tokens=4096)
+    room = Room(layout)
+    room.follow(layout.max_rows)
+    assert room.num_rows == layout.max_rows == 2 * 8192
+    empty = Room(layout)
+    for _ in range(FORWARDS_BEFORE_SHRINKING):
+        empty.follow(0)
+    assert empty.num_rows == 1

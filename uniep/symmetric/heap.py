@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from uniep.plan.layout import HeapLayout, Region
+from uniep.plan.room import Room
 from uniep.symmetric.returned import ReturnedBuffer, lend
 from uniep.symmetric.watch import NUM_WATCH_WORDS, raise_if_given_up
 
@@ -77,9 +78,7 @@ class SymmetricHeap:
         self._close: Callable[[], None] | None = close
         self._epoch = 0
         self._free_returned = list(range(layout.num_kept, 0, -1))
-        # What balanced routing brings, and a little more.
-        self.room_rows = 0
-        self.make_room(layout.max_tokens * layout.shape.top_k)
+        self.room = Room(layout)  # of layers that have none of their own
 
     def take_returned(self, *, keep: bool) -> ReturnedBuffer:
         """Where the rows of a launch come back: the working buffer, or if keep and one is free a kept one."""
@@ -115,12 +114,6 @@ class SymmetricHeap:
             raise HeapError(f"heap of rank {self.rank} must be open, got a closed one")
         self._epoch += 1
         return self._epoch
-
-    def make_room(self, num_rows: int) -> None:
-        """From now on the outputs of a dispatch have room for this many rows and a sixteenth more, on this rank."""
-        tile_rows = self.layout.tile_rows
-        wanted = -(-(num_rows + num_rows // 16) // tile_rows) * tile_rows
-        self.room_rows = max(min(wanted, self.layout.max_rows), 1)
 
     def check(self) -> None:
         """Raises WaitTimeoutError if a kernel gave up a wait. Waits for the device."""
