@@ -89,7 +89,7 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("uniep.tune", "watch_calls", "at least 0", lambda value: value >= 0),
     ("uniep.tune", "watch_share", "greater than 0", lambda value: 0 < value < math.inf),
     ("uniep.tune", "watch_samples", "at least 1", lambda value: value >= 1),
-    ("throughput", "token_budget", "a finite number greater than 0", lambda value: 0 < value < math.inf),
+    ("throughput", "token_budget", "1 to 1e18", lambda value: 1 <= value <= 1e18),
     ("uniep", "timeline_steps", "steps from 1 on", lambda value: all(step >= 1 for step in value)),
     ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
     *(

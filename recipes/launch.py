@@ -12,6 +12,7 @@ Environment variables, as in TorchTitan's own script:
   LOG_RANK      local ranks whose output is shown, such as 0 or 0,1 (0)
   PYTORCH_ALLOC_CONF
                 settings of torch's allocator (expandable_segments:True)
+  NO_COLOR      lines without colours if set, as in a file anyway
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT
                 several nodes: start the script on each; taken from SLURM's variables when present (one task per node)
 
@@ -20,6 +21,7 @@ Every argument overrides the TOML. `--keys` prints every key with its default an
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -123,6 +125,7 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
         if not _has(args, "job.config_file"):
             args = [*_config_arguments(env, args, has_gpu=num_gpus > 0, world_size=world_size), *args]
         if "--keys" in args:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop early
             args = [*(arg for arg in args if arg != "--keys"), "--help"]
         config = load_config(args)
         check_config(config, world_size)
@@ -137,6 +140,8 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
     if num_gpus and not any(name in env for name in ALLOCATOR_VARIABLES):
         # As TorchTitan's own script does: the number of rows changes from step to step, and with it what is allocated.
         env = {**env, ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
+    if "NO_COLOR" not in env and not sys.stdout.isatty():
+        env = {**env, "NO_COLOR": "1"}  # the ranks write to torchrun and cannot tell
     command = torchrun_command(nodes, ranks_per_node, log_rank, args)
     where = f"{ranks_per_node} GPUs" if num_gpus else f"CPUs, {ranks_per_node} ranks (no GPU is visible)"
     print(f"Training {config.job.config_file} on {nodes.num_nodes} node(s), {where}", flush=True)

@@ -3,6 +3,7 @@ steps to the console, TensorBoard and wandb."""
 
 import copy
 import functools
+import os
 import statistics
 import time
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ from torchtitan.components.metrics import BaseLogger, MetricsProcessor, _get_met
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
+from torchtitan.tools.utils import NoColor, device_type
 
 from recipes.backend import RoutedBackend
 from recipes.data import fingerprint
@@ -47,6 +48,8 @@ class RecipeMetrics(MetricsProcessor):
         stock_config.metrics = replace(job_config.metrics, enable_wandb=False)  # ours takes its place
         super().__init__(stock_config, parallel_dims, tag)
         self.job_config = job_config
+        if os.environ.get("NO_COLOR"):
+            self.color = NoColor()
         self._data_parallel_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
         device_name = self.device_memory_monitor.device_name
         self._has_known_peak = any(name in device_name for name in _KNOWN_PEAK)
@@ -86,6 +89,11 @@ class RecipeMetrics(MetricsProcessor):
         # Every step is recorded. The trainer waits for the device every step in any case, to count valid tokens.
         return True
 
+    def _is_logged(self, step: int) -> bool:
+        """Whether a step goes to the console and the other logs: also the first one of a process, which compiles and
+        warms up and so stands for itself, and the last one."""
+        return super().should_log(step) or not self._rates or step == self.job_config.training.steps
+
     def log(
         self,
         step: int,
@@ -101,8 +109,7 @@ class RecipeMetrics(MetricsProcessor):
         tokens_per_second = tokens / step_time_s
         memory = self.device_memory_monitor.get_peak_stats()
         extra = dict(extra_metrics or {})
-        # The first step of a process compiles and warms up: it has a console line of its own.
-        is_logged = super().should_log(step) or not self._rates
+        is_logged = self._is_logged(step)
         load = self._expert_load.collect() if self._expert_load is not None and is_logged else None
         record = StepRecord(
             step=step,
@@ -136,7 +143,7 @@ class RecipeMetrics(MetricsProcessor):
             self._tokens_since_console = 0
             self._seconds_since_console = self._data_loading_since_console = 0.0
         if self._expert_load is not None:
-            self._expert_load.enabled = super().should_log(step + 1)
+            self._expert_load.enabled = self._is_logged(step + 1)
         self.data_loading_times.clear()
         self.ntokens_since_last_log = 0
         self.time_last_log = now
@@ -193,14 +200,13 @@ class RecipeMetrics(MetricsProcessor):
             **(self._routed.metrics() if self._routed else {}),
             **extra,
         }
-        mfu = ""
+        color, mfu = self.color, ""
         if self._has_known_peak:
             metrics["throughput/mfu(%)"] = 100 * self.num_flops_per_token * per_device / self.gpu_peak_flops
-            mfu = f"  mfu: {metrics['throughput/mfu(%)']:.2f}%"
+            mfu = f"{color.magenta}  mfu: {metrics['throughput/mfu(%)']:.2f}%"
         self.logger.log(metrics, record.step)
         if self._wandb is not None:
             self._wandb.log(metrics | (heat_maps(record.expert_load) if record.expert_load else {}), record.step)
-        color = self.color
         logger.info(
             f"{color.red}step: {record.step:2}/{config.training.steps}  "
             f"{color.green}loss: {record.loss:8.5f}  "
@@ -210,7 +216,7 @@ class RecipeMetrics(MetricsProcessor):
             f"{color.blue}tps: {round(tokens_per_second):,}  "
             f"{color.cyan}{humanize(tokens_per_second * SECONDS_PER_DAY)} tokens/day "
             f"(median {humanize(median_per_second * SECONDS_PER_DAY)})"
-            f"{color.magenta}{mfu}{color.reset}  {progress.line()}"
+            f"{mfu}{color.reset}  {progress.line()}"
         )
 
     def _open_records(self, device_name: str) -> RunRecords:

@@ -77,8 +77,9 @@ class Progress:
         )
         if self.token_budget is not None and self.budget_left_s is not None:
             share = 100 * self.tokens_seen / self.token_budget
-            ends = end_date(now or datetime.now(UTC), self.budget_left_s) if self.budget_left_s else "now"
-            text += f", {share:.3g}% of the {humanize(self.token_budget).strip()} token budget, which ends {ends}"
+            left_s = self.budget_left_s
+            ends = f"which ends {end_date(now or datetime.now(UTC), left_s)}" if left_s else "which is used up"
+            text += f", {share:.3g}% of the {humanize(self.token_budget).strip()} token budget, {ends}"
         return text
 
 

@@ -18,6 +18,7 @@ from recipes.expert_load import ExpertLoad
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+TIMELINE_FOLDER = "timeline"
 LOCK_FILE = "run.lock"
 
 
@@ -144,6 +145,8 @@ class RunRecords:
             path.rename(kept / METRICS_FILE)
             if self._earlier is not None:
                 _replace(kept / RUN_FILE, _to_json(self._earlier))
+            if (timeline := self._folder / TIMELINE_FOLDER).exists():
+                timeline.rename(kept / TIMELINE_FOLDER)
             logger.warning(f"The records in {self._folder} are of an earlier run; they are kept in {kept}")
         elif path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

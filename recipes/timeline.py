@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torchtitan.tools.logging import logger
 
+from recipes.records import TIMELINE_FOLDER
 from uniep.kernels.timeline import LaunchRecords, Timeline
-
-TIMELINE_FOLDER = "timeline"
 
 
 class StepTimeline:
@@ -47,6 +46,8 @@ class StepTimeline:
         rank = torch.distributed.get_rank()
         path = self._run_folder / names[rank]
         launches = self._timeline.stop()
+        # The first step of a new run moves the files of an earlier one aside, on one rank.
+        torch.distributed.barrier()
         write_timeline(
             path, launches, step=step, rank=rank, num_unrecorded_launches=self._timeline.num_unrecorded_launches
         )

@@ -115,7 +115,7 @@ def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             results.append(as_arrays([out, *got]))
         return results
 
-    for rank, results in enumerate(run_ranks(case.layout, body, timeout_s=10.0)):
+    for rank, results in enumerate(run_ranks(case.layout, body)):
         for batch, grad, got in zip(batches, grads, results, strict=True):
             check_rank(case, batch, grad, rank, got)
 
@@ -172,7 +172,7 @@ def test_layers_on_one_heap(
         assert len({buffer.offset_bytes for buffer in buffers}) == num_kept + 1
         return results
 
-    for rank, results in enumerate(run_ranks(case.layout, body, timeout_s=10.0)):
+    for rank, results in enumerate(run_ranks(case.layout, body)):
         for batch, grad, got in zip(batches, grads, results, strict=True):
             check_rank(case, batch, grad, rank, got)
 
@@ -193,7 +193,7 @@ def test_accumulates_over_steps_into_fp32_weights() -> None:
         assert all(weight.grad.dtype == torch.float32 for weight in weights)
         return as_arrays([weight.grad for weight in weights])
 
-    results = run_ranks(case.layout, body, timeout_s=10.0)
+    results = run_ranks(case.layout, body)
     parts = [moe_backward_ref(b, g, score_before_experts=False) for b, g in zip(batches, grads, strict=True)]
     for rank, got in enumerate(results):
         first, second = (part.of_rank(rank, case.num_local)[2:] for part in parts)
@@ -224,7 +224,7 @@ def test_peer_waits_for_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
             [grad[rank] for grad in grads],
         )
 
-    for rank, results in enumerate(run_ranks(case.layout, body, timeout_s=10.0)):
+    for rank, results in enumerate(run_ranks(case.layout, body)):
         for batch, grad, got in zip(batches, grads, results, strict=True):
             check_rank(case, batch, grad, rank, got)
 

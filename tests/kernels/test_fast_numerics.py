@@ -101,7 +101,7 @@ def test_error_is_the_contracts_at_most(name: str, monkeypatch: pytest.MonkeyPat
             results.append(as_arrays([out, *got]))
         return results
 
-    ranks = run_ranks(case.layout, body, timeout_s=10.0)
+    ranks = run_ranks(case.layout, body)
     check_errors(case, batches, grads, [[got[1:] for got in results] for results in ranks])
     for call, batch in enumerate(batches):
         outs = moe_ref(batch, score_before_experts=case.score_before_experts)
@@ -133,7 +133,7 @@ def test_bits_do_not_depend_on_the_timing(monkeypatch: pytest.MonkeyPatch) -> No
             got = [torch.autograd.grad(outs[i], inputs[i], grads[i][rank]) for i in (1, 0)]
             return [as_arrays(list(of_layer)) for of_layer in reversed(got)]
 
-        return run_ranks(case.layout, body, timeout_s=10.0)
+        return run_ranks(case.layout, body)
 
     first = results(case.config)
     check_errors(case, batches, grads, first)

@@ -558,12 +558,12 @@ def test_misspelt_dataset_names_the_nearest():
         (
             ("--throughput.token_budget=0",),
             {},
-            "[throughput] token_budget must be a finite number greater than 0, got 0.0",
+            "[throughput] token_budget must be 1 to 1e18, got 0.0",
         ),
         (
             ("--throughput.token_budget=inf",),
             {},
-            "[throughput] token_budget must be a finite number greater than 0, got inf",
+            "[throughput] token_budget must be 1 to 1e18, got inf",
         ),
         (("--uniep.wait_timeout_s=0",), {}, "[uniep] wait_timeout_s must be greater than 0, got 0.0"),
         ((), {}, '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"'),

@@ -190,6 +190,16 @@ def test_main_checks_and_starts_torchrun(executed, capsys):
 
 
 @pytest.mark.parametrize(
+    ("is_terminal", "given", "want"),
+    [(True, {}, None), (False, {}, "1"), (False, {"NO_COLOR": ""}, ""), (True, {"NO_COLOR": "1"}, "1")],
+)
+def test_main_asks_for_no_colours_outside_a_terminal(executed, monkeypatch, is_terminal, given, want):
+    monkeypatch.setattr(launch.sys.stdout, "isatty", lambda: is_terminal)
+    run_main(**given)
+    assert executed[0][1].get("NO_COLOR") == want
+
+
+@pytest.mark.parametrize(
     "form", [["--job.config_file", "FILE"], ["--job.config-file=FILE"], ["--job.config_file=FILE"]]
 )
 @pytest.mark.parametrize("before", [[], ["--training.steps=3"]])
@@ -289,6 +299,12 @@ def start(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("NNODES", "CONFIG_FILE", "SLURM_NNODES")}
     command = [sys.executable, "-m", "recipes.launch", *args]
     return subprocess.run(command, cwd=ROOT, env={**kept, **env}, capture_output=True, text=True, timeout=120)
+
+
+def test_a_reader_of_the_keys_may_stop_early():
+    command = f"{sys.executable} -m recipes.launch --keys | head -1"
+    done = subprocess.run(command, cwd=ROOT, shell=True, capture_output=True, text=True, timeout=120)
+    assert "BrokenPipe" not in done.stderr
 
 
 def test_bad_config_at_a_shell():

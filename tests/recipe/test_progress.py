@@ -50,7 +50,7 @@ def test_a_budget_has_an_end():
 
 def test_a_budget_that_is_spent():
     spent = replace(QUARTER, token_budget=5e5)
-    assert spent.line(NOW).endswith(", 200% of the 500.0 K token budget, which ends now")
+    assert spent.line(NOW).endswith(", 200% of the 500.0 K token budget, which is used up")
 
 
 def test_an_end_beyond_the_calendar():

@@ -125,6 +125,17 @@ def test_a_fresh_run_keeps_older_records_aside(tmp_path):
     assert read_run(tmp_path)["restarts"] == 0
 
 
+def test_a_fresh_run_keeps_an_older_timeline_aside(tmp_path):
+    for text in ("old", "new"):
+        records = write(tmp_path, range(1, 2), may_continue=False)
+        (tmp_path / "timeline").mkdir()
+        (tmp_path / "timeline" / "step-1.rank-0.npz").write_text(text)
+        records.add_timeline_files(["timeline/step-1.rank-0.npz"])
+    for folder, text in ((tmp_path / "earlier.1", "old"), (tmp_path, "new")):
+        (name,) = read_run(folder)["timeline"]
+        assert (folder / name).read_text() == text
+
+
 def test_a_run_from_the_first_step_never_deletes_older_records(tmp_path):
     """Checkpoints are on now but were not in the run whose records lie here, or its checkpoints were removed."""
     write(tmp_path, range(1, 401), may_continue=False, loss=1.0)
@@ -307,6 +318,22 @@ def test_the_console_says_how_far_the_run_is(tmp_path, monkeypatch, caplog):
     metrics = run.logged.rows[-1][1]
     assert metrics["progress/done(%)"] == 20
     assert metrics["progress/budget_left_days"] == pytest.approx(996 / 86400)
+
+
+def test_the_last_step_is_on_the_console(tmp_path, monkeypatch):
+    run = Run(tmp_path, monkeypatch)
+    run.metrics.job_config.training.steps = 7
+    for step in range(1, 8):
+        run.step(step, 1.0)
+    assert [step for step, _ in run.logged.rows] == [1, 5, 7]
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_colours(tmp_path, monkeypatch, caplog, no_color):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    with caplog.at_level("INFO"):
+        Run(tmp_path, monkeypatch).step(1, 1.0)
+    assert ("\x1b" in caplog.messages[-1]) is not bool(no_color)
 
 
 def test_wandb_gets_a_heat_map_of_every_layer():
