@@ -20,6 +20,8 @@ RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 TIMELINE_FOLDER = "timeline"
 LOCK_FILE = "run.lock"
+# What run.json says of each start of a run.
+START_FACTS = ("config", "versions", "commit", "devices", "backend", "data")
 
 
 class FolderInUseError(ValueError):
@@ -111,6 +113,8 @@ class RunRecords:
         self.run_id: str = continued.get("run_id") or uuid.uuid4().hex[:12]
         self._run = {"run_id": self.run_id, "restarts": continued.get("restarts", -1) + 1} | run
         self._run["timeline"] = continued.get("timeline", [])
+        self._run["earlier_starts"] = []
+        self._continued = continued
         self._metrics: TextIO | None = None
 
     def note(self, **facts: Any) -> None:
@@ -129,6 +133,8 @@ class RunRecords:
     def write_step(self, record: StepRecord) -> None:
         if self._metrics is None:
             self._metrics = self._open_metrics(record.step)
+            if self._continued and record.step > 1:
+                self._run["earlier_starts"] = self._earlier_starts(record.step - 1)
             _replace(self._folder / RUN_FILE, _to_json(self._run))
         self._metrics.write(record.to_json() + "\n")
         self._metrics.flush()
@@ -155,6 +161,23 @@ class RunRecords:
                 logger.info(f"Steps from {first_step} on are run again; {len(lines) - len(before)} lines are replaced")
                 _replace(path, "".join(before))
         return open(path, "a", encoding="utf-8")
+
+    def _earlier_starts(self, last_step: int) -> list[dict[str, Any]]:
+        """The starts that the steps up to last_step are of: the last step of each, and what its record says otherwise
+        than this start's."""
+
+        def facts(run: dict[str, Any]) -> dict[str, Any]:
+            return {key: run[key] for key in START_FACTS if key in run}
+
+        found = []
+        before = self._continued
+        for start in [*before.get("earlier_starts", []), {"last_step": last_step}]:
+            said = _with(facts(before), facts(start))
+            last = min(start["last_step"], last_step)
+            found.append({"last_step": last, **_where_different(said, self._run)})
+            if last == last_step:
+                break
+        return found
 
 
 def versions() -> dict[str, str | None]:
@@ -196,6 +219,26 @@ def commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _with(values: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """`values` with what `other` says otherwise, in dicts within too."""
+    return values | {
+        key: _with(values[key], value) if isinstance(value, dict) and isinstance(values.get(key), dict) else value
+        for key, value in other.items()
+    }
+
+
+def _where_different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What `before` says otherwise than `now`, in dicts within too."""
+    found = {}
+    for key, value in before.items():
+        other = now.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            value, other = _where_different(value, other), {}
+        if value != other:
+            found[key] = value
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

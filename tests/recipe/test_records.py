@@ -101,6 +101,31 @@ def test_a_restart_replaces_the_steps_behind_its_checkpoint(tmp_path):
     assert read_run(tmp_path)["restarts"] == 2
 
 
+def test_a_restart_keeps_what_was_different_before(tmp_path):
+    """A run's steps may come of several commits, versions and configs: none is forgotten."""
+    config = {"training": {"steps": 3, "seq_len": 64}}
+    facts = {"commit": "a", "versions": {"torch": "1", "triton": "2"}, "config": config}
+    more = {"config": {"training": {"steps": 9, "seq_len": 64}}}
+
+    def start(steps: range, says: dict[str, Any]) -> Any:
+        records = RunRecords(str(tmp_path), says, may_continue=True)
+        for step in steps:
+            records.write_step(record(step))
+        records.close()
+        return read_run(tmp_path)["earlier_starts"]
+
+    assert start(range(1, 4), facts) == []
+    first = {"last_step": 3, "config": {"training": {"steps": 3}}}
+    assert start(range(4, 7), facts | more) == [first]
+    changed = facts | more | {"commit": "b", "versions": {"torch": "3", "triton": "2"}}
+    old = {"commit": "a", "versions": {"torch": "1"}}
+    assert start(range(6, 8), changed) == [first | old, {"last_step": 5} | old]
+    # From a checkpoint of the first start: the steps of the later ones are gone.
+    assert start(range(3, 5), changed) == [first | old | {"last_step": 2}]
+    assert read_run(tmp_path)["commit"] == "b"
+    assert start(range(1, 2), changed) == []
+
+
 def test_a_restart_that_crashes_before_its_first_step_loses_nothing(tmp_path):
     write(tmp_path, range(1, 6), may_continue=True)
     write(tmp_path, range(0), may_continue=True)
