@@ -35,6 +35,7 @@ from recipes.backend import RoutedBackend, open_backend
 from recipes.config import UniEP
 from recipes.experts import UniEPMoE
 from recipes.records import commit, versions
+from tools.command import end_with
 from uniep.kernels.config import CombineConfig
 from uniep.shapes import MoEShape, ShapeError
 
@@ -360,4 +361,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)

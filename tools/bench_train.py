@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import compare_runs
+from tools.command import end_with
 
 # Compilation, first allocations and the autotuner's first look lie in the first steps.
 WARMUP_STEPS = 3
@@ -129,4 +130,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)

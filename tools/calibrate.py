@@ -29,6 +29,7 @@ from recipes.backend import open_heap
 from recipes.choices import kernel_config
 from recipes.config import UniEP
 from recipes.launch_times import LayerInputs, let_host_run_ahead, measure_layer, warm_up
+from tools.command import end_with
 from tools.copy_bandwidth import measure_copies, measure_memory_gbs
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.calibration import Calibration
@@ -258,4 +259,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)

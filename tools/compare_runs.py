@@ -7,6 +7,7 @@ configs would give other numbers anyway are refused: a difference between them s
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.records import VALUES, RecordError, Run, read_run
+from tools.command import end_with
+from tools.records import VALUES, RecordError, Run, check_output, read_run
 
 IDENTICAL, DIFFERENT, UNCOMPARABLE = 0, 1, 2
 
@@ -225,6 +227,16 @@ def difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.flo
     return np.where(a.view(np.int64) == b.view(np.int64), 0.0, delta)
 
 
+def difference_note(steps: NDArray[np.int64], delta: NDArray[np.float64]) -> str:
+    """What the points of a `difference` do not show, to be set behind a name; nothing where they show all."""
+    if not len(steps):
+        return ": no common step"
+    if not delta.any():
+        return ": no difference"
+    broken = ~np.isfinite(delta)
+    return f": not finite, first at step {steps[broken.argmax()]}" if broken.any() else ""
+
+
 def _trend(
     steps: NDArray[np.int64], a: NDArray[np.float64], b: NDArray[np.float64], differs: NDArray[np.bool_]
 ) -> Trend:
@@ -318,6 +330,13 @@ def label_runs(num_runs: int) -> list[str]:
     return [ascii_uppercase[i] if i < len(ascii_uppercase) else f"run{i + 1}" for i in range(num_runs)]
 
 
+def name_runs(runs: Sequence[Run]) -> list[str]:
+    """The ends of the folders' paths, as long as it takes to tell them apart."""
+    paths = [run.folder.resolve() for run in runs]
+    ends = ([str(Path(*path.parts[-depth:])) for path in paths] for depth in itertools.count(1))
+    return next(names for names in ends if len(set(names)) == len(set(paths)))
+
+
 def check_comparable(labels: Sequence[str], runs: Sequence[Run], force: bool) -> list[str]:
     """Compares the configs of all runs with the first.
 
@@ -353,8 +372,13 @@ def report(labels: Sequence[str], runs: Sequence[Run], pairs: Sequence[PairCompa
         different = [label for label, pair in zip(labels[1:], pairs, strict=True) if not pair.identical]
         lines = [f"different from {labels[0]}: {', '.join(different)}"]
     for label, run in zip(labels, runs, strict=True):
-        commit = f", commit {run.commit[:12]}" if run.commit else ""
+        commit = f", commit {run.short_commit}" if run.commit else ""
         lines.append(f"  {label}  {run.folder} (ran {run.backend}{commit}, {_count(len(run.steps), 'step')})")
+        for last_step, said in run.earlier_starts:
+            if said:
+                lines.append(
+                    f"     up to step {last_step}: {', '.join(f'{key} {value}' for key, value in said.items())}"
+                )
     if any(not pair.identical for pair in pairs):
         for label, run, pair in zip(labels[1:], runs[1:], pairs, strict=True):
             lines += ["", *_report_pair(labels[0], label, runs[0], run, pair)]
@@ -484,10 +508,10 @@ def write_plot(pyplot: Any, path: str, labels: Sequence[str], runs: Sequence[Run
     bottom.set_xlabel("step")
     # A line of one point draws nothing without a marker; many markers hide the line.
     marker = "." if min(len(run.steps) for run in runs) <= 50 else ""
-    for index, (label, run) in enumerate(zip(labels, runs, strict=True)):
+    for index, (label, name, run) in enumerate(zip(labels, name_runs(runs), runs, strict=True)):
         # Curves that coincide are the usual case: the first is a pale band that shows on both sides of the others.
         width, alpha = (6.0, 0.4) if index == 0 else (1.0, 1.0)
-        text = f"{label}: {run.folder.resolve().name} ({run.backend})"
+        text = f"{label}: {name} ({run.backend})"
         top.plot(
             run.steps,
             run.values["loss"],
@@ -504,7 +528,7 @@ def write_plot(pyplot: Any, path: str, labels: Sequence[str], runs: Sequence[Run
         delta = difference(runs[0].values["loss"][in_a], run.values["loss"][in_b])
         finite = np.isfinite(delta)
         magnitudes.append(np.abs(delta[finite & (delta != 0)]))
-        text = f"{label} - {labels[0]}" + ("" if delta.any() else ": none")
+        text = f"{label} - {labels[0]}{difference_note(common, delta)}"
         # Points: a line between differences of both signs would cross zero at every step and fill the panel.
         bottom.plot(common[finite], delta[finite], ".", label=text, color=f"C{index % 10}", markersize=size)
     _scale_differences(bottom, np.concatenate(magnitudes))
@@ -553,6 +577,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folders = [arguments.first, *arguments.others]
     labels = label_runs(len(folders))
     try:
+        if arguments.plot:
+            check_output("--plot", arguments.plot, folders)
         pyplot = _pyplot() if arguments.plot else None
         runs = [read_run(folder) for folder in folders]
         for warning in check_comparable(labels, runs, arguments.force):
@@ -569,4 +595,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -10,8 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from tools.command import end_with
 from tools.compare_runs import compare_pair, label_runs, verdict
-from tools.records import RecordError, Run, read_run
+from tools.records import RecordError, Run, check_output, read_run
 
 EPILOG = """\
 exit status:
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status; `--help` says what each means."""
     arguments = _parser().parse_args(argv)
     try:
+        check_output("-o", arguments.output, arguments.runs)
         runs = [read_run(folder, drop_cut_line=True) for folder in arguments.runs]
         _write(arguments.output, runs)
         labels = label_runs(len(runs))
@@ -80,4 +82,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

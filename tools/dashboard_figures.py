@@ -7,7 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from tools.compare_runs import difference
+from tools.compare_runs import difference, difference_note
 from tools.records import Run
 
 # Points of a curve: more are not seen on a screen and make the page slow.
@@ -23,7 +23,7 @@ STEP_PARTS = (
 
 @dataclass(frozen=True)
 class Shown:
-    """A run on the page: `label` is its letter, `name` the letter with the folder's name."""
+    """A run on the page: `label` is its letter, `name` the letter with the end of the folder's path."""
 
     label: str
     name: str
@@ -60,20 +60,21 @@ def grad_norm_figure(runs: Sequence[Shown]) -> go.Figure:
 
 
 def difference_figure(runs: Sequence[Shown]) -> go.Figure:
-    """The loss of every run but the first against the first's; runs that agree have no points."""
+    """The loss of every run but the first against the first's; the legend says why a run has no points."""
     figure = _figure("step", f"|loss - loss of {runs[0].label}|")
-    largest = 0.0
+    figure.update_layout(showlegend=True)  # which plotly leaves out for a single curve
+    has_points = False
     for shown in runs[1:]:
         common, in_a, in_b = np.intersect1d(runs[0].run.steps, shown.run.steps, assume_unique=True, return_indices=True)
         apart = np.abs(difference(runs[0].run.values["loss"][in_a], shown.run.values["loss"][in_b]))
-        apart[apart == 0] = np.nan  # no place on a logarithmic axis
-        largest = max(largest, np.nanmax(apart, initial=0.0))
-        name = shown.name if np.isfinite(apart).any() else f"{shown.name}: no difference"
+        name = shown.name + difference_note(common, apart)
+        apart[(apart == 0) | np.isinf(apart)] = np.nan  # no place on a logarithmic axis
+        has_points |= not np.isnan(apart).all()
         _add_curve(figure, common, apart, name, shown.color, mode="markers")
     figure.update_yaxes(type="log", exponentformat="power")
-    if not largest:
+    if not has_points:
         figure.update_yaxes(range=[-9, 0])
-        _say(figure, "no difference at any common step")
+        _say(figure, "<br>".join(curve.name for curve in figure.data))
     return figure
 
 

@@ -11,7 +11,15 @@ import plotly.graph_objects as go
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from tools.compare_runs import PairComparison, compare_pair, config_differences, label_runs, verdict, warnings_of_run
+from tools.compare_runs import (
+    PairComparison,
+    compare_pair,
+    config_differences,
+    label_runs,
+    name_runs,
+    verdict,
+    warnings_of_run,
+)
 from tools.dashboard_figures import COLORS, MAX_POINTS, Shown, warm
 from tools.dashboard_layout import PANELS
 from tools.records import MAX_LOADS, Run, flatten
@@ -41,10 +49,8 @@ def write_page(path: str, runs: Sequence[Run]) -> None:
     """
     labels = label_runs(len(runs))
     shown = [
-        Shown(
-            label, f"{label}: " * (len(runs) > 1) + escape(run.folder.resolve().name), COLORS[index % len(COLORS)], run
-        )
-        for index, (label, run) in enumerate(zip(labels, runs, strict=True))
+        Shown(label, f"{label}: " * (len(runs) > 1) + escape(name), COLORS[index % len(COLORS)], run)
+        for index, (label, name, run) in enumerate(zip(labels, name_runs(runs), runs, strict=True))
     ]
     pairs = [compare_pair(runs[0], run) for run in runs[1:]]
     cards = [_section("Runs", _runs_table(shown), wide=True)]
@@ -110,11 +116,10 @@ def _facts(run: Run) -> dict[str, str]:
         facts["step time"] = f"{np.median(times) * 1e3:,.0f} ms"
     if len(memory := run.series.get("memory_gib", np.array([]))):
         facts["peak memory"] = f"{np.nanmax(memory):.2f} GiB"
-    budget = run.config.get("throughput.token_budget")
-    if budget and len(rates) and "unix_time_s" in run.series:
-        facts["token budget"] = _budget(run, budget, float(np.median(rates)))
+    if budget := run.config.get("throughput.token_budget"):
+        facts["token budget"] = _budget(run, budget, float(np.median(rates)) if len(rates) else np.nan)
     if run.commit:
-        facts["commit"] = run.commit[:12]
+        facts["commit"] = run.short_commit
     return facts
 
 
@@ -123,9 +128,14 @@ def _budget(run: Run, budget: float, tokens_per_day: float) -> str:
     from recipes.progress import SECONDS_PER_DAY, end_date
 
     seen = int(run.tokens_seen[-1])
-    left_s = max(budget - seen, 0) / tokens_per_day * SECONDS_PER_DAY
-    last = datetime.fromtimestamp(float(run.series["unix_time_s"][-1]), UTC)
-    return f"{100 * seen / budget:.3g}% of {budget:,.4g}, ends {end_date(last, left_s)} at the median rate"
+    share = f"{100 * seen / budget:.3g}% of {budget:,.4g}"
+    reached = np.flatnonzero(run.tokens_seen >= budget)
+    at, left_s = (reached[0], 0.0) if len(reached) else (-1, (budget - seen) / tokens_per_day * SECONDS_PER_DAY)
+    time_s = float(run.series["unix_time_s"][at]) if "unix_time_s" in run.series else np.nan
+    date = end_date(datetime.fromtimestamp(time_s, UTC), left_s) if np.isfinite(time_s + left_s) else ""
+    if len(reached):
+        return f"{share}, reached at step {run.steps[at]:,} {date}".rstrip()
+    return f"{share}, ends {date} at the median rate" if date else share
 
 
 def _notes(run: Run) -> list[str]:

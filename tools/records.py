@@ -1,7 +1,8 @@
 """Reads the folder that a run leaves: `run.json` and `metrics.jsonl`, checked line by line."""
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ MAX_LOADS = 200
 
 
 class RecordError(ValueError):
-    """A run folder that cannot be read. The text names the file, and the line where there is one."""
+    """A run folder that cannot be read, or an output in a record's place. The text names the file, and the line."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Run:
         weights: the step behind which the weights were fingerprinted, and the fingerprint of each; None where the run
             did not come to its end.
         cut: what is wrong with the last line, where a crash cut it and the caller asked to go on without it.
+        earlier_starts: of a run that was restarted: the last step of each start before, and what was different then
+            from what is said here, flattened.
     """
 
     folder: Path
@@ -64,6 +67,13 @@ class Run:
     tuner: Any = None
     weights: tuple[int, Mapping[str, str]] | None = None
     cut: str | None = None
+    earlier_starts: Sequence[tuple[int, Mapping[str, Any]]] = ()
+
+    @property
+    def short_commit(self) -> str:
+        """12 digits, and the mark of a tree that differs from the commit."""
+        digits, plus, mark = self.commit.partition("+")
+        return digits[:12] + plus + mark
 
 
 def read_run(folder: str | Path, *, drop_cut_line: bool = False) -> Run:
@@ -96,8 +106,18 @@ def read_run(folder: str | Path, *, drop_cut_line: bool = False) -> Run:
         data=flatten(data),
         tuner=record.get("tuner", backend.get("tune")),
         weights=_read_weights(record, str(path)),
+        earlier_starts=_read_starts(record, str(path)),
         **metrics,
     )
+
+
+def check_output(option: str, path: str | Path, folders: Iterable[str | Path]) -> None:
+    """Raises RecordError where writing a file would replace a record of the runs in these folders, or of any other."""
+    names = (RUN_FILE, METRICS_FILE)
+    target = os.path.realpath(path)
+    read = {os.path.realpath(Path(folder, name)) for folder in folders for name in names}
+    if target in read or os.path.basename(target) in names:
+        raise RecordError(f"{option} must be a file that is not a run's {' or '.join(names)}, got {path}")
 
 
 def _read_weights(record: dict[str, Any], where: str) -> tuple[int, Mapping[str, str]] | None:
@@ -105,6 +125,16 @@ def _read_weights(record: dict[str, Any], where: str) -> tuple[int, Mapping[str,
         return None
     weights = _typed(record, "weights", dict, where)
     return _count(weights, "step", where), _typed(weights, "fingerprints", dict, where)
+
+
+def _read_starts(record: dict[str, Any], where: str) -> Sequence[tuple[int, Mapping[str, Any]]]:
+    found = []
+    for start in _typed({"earlier_starts": [], **record}, "earlier_starts", list, where):
+        if not isinstance(start, dict):
+            raise RecordError(f"{where}: earlier_starts must be a list of objects, got {start!r}")
+        said = flatten({key: value for key, value in start.items() if key != "last_step"})
+        found.append((_count(start, "last_step", f"{where}: earlier_starts"), said))
+    return found
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -120,12 +150,17 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _read_metrics(path: Path, drop_cut_line: bool) -> dict[str, Any]:
     """Returns the fields of Run that metrics.jsonl holds. Raises RecordError."""
-    lines = _read_bytes(path).split(b"\n")
+    text = _read_bytes(path)
+    lines = text.rstrip().splitlines()
     cut = None
-    if not lines[-1]:
-        lines.pop()
-    elif drop_cut_line and not _is_whole(lines[-1]):
-        cut = f"{path} line {len(lines)} was cut in the middle and is left out"
+    if lines and not text.endswith(b"\n") and not _is_whole(lines[-1]):
+        where = f"{path} line {len(lines)}"
+        if not drop_cut_line:
+            raise RecordError(
+                f"{where}: must be one whole JSON object, got a line that was cut in the middle, as by a crash: delete "
+                "it, or look at the run with tools.dashboard, which leaves it out"
+            )
+        cut = f"{where} was cut in the middle and is left out"
         lines.pop()
     if not lines:
         raise RecordError(f"{path}: must hold at least one step, got {'one cut line' if cut else 'an empty file'}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tools.command import end_with
 from tools.records import RecordError
 from tools.timeline_plot import PlotError, load_pyplot, write_plot
 from tools.timeline_records import FIELDS, Launch, RankTimeline, read_timelines
@@ -23,17 +24,21 @@ def report(timelines: Sequence[RankTimeline]) -> str:
     """The shares of every launch of every rank."""
     lines = [f"step {timelines[0].step}; the clock goes in steps of {_tick_ns(timelines)} ns"]
     for timeline in timelines:
+        forward: set[str] = set()
         for launch in timeline.launches:
-            lines += ["", *_report_launch(timeline.rank, launch)]
+            # A forward that comes once more before its backward is the one of activation checkpointing.
+            again = " (again)" if launch.name in forward else ""
+            forward = set() if launch.name.endswith("grad") else forward | {launch.name}
+            lines += ["", *_report_launch(f"rank {timeline.rank}, {launch.name}{again}", launch)]
         if timeline.num_unrecorded_launches:
             lines += ["", f"rank {timeline.rank}: {timeline.num_unrecorded_launches} later launches had no buffer left"]
     return "\n".join(lines)
 
 
-def _report_launch(rank: int, launch: Launch) -> list[str]:
+def _report_launch(title: str, launch: Launch) -> list[str]:
     summary = summarize(launch)
     lines = [
-        f"rank {rank}, {launch.name}: {summary.duration_ns / 1000:.1f} us, {launch.num_programs} programs",
+        f"{title}: {summary.duration_ns / 1000:.1f} us, {launch.num_programs} programs",
         f"  {'role':<8}{'tasks':>8}{'busy':>9}{'waiting':>9}{'idle':>9}",
     ]
     for share in summary.roles:
@@ -85,8 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_trace(paths[0], timelines)
         if pyplot is not None:
             write_plot(pyplot, paths[1], timelines)
-    except (RecordError, PlotError, OSError) as error:
+    except (RecordError, PlotError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: --out must be a folder that can be written, got {out}: {error.strerror}", file=sys.stderr)
         return 2
     print(report(timelines))
     print(f"\ntrace: {paths[0]} (open it in https://ui.perfetto.dev or chrome://tracing)")
@@ -96,4 +104,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

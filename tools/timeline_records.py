@@ -92,7 +92,7 @@ def read_timelines(run: Path, step: int | None = None, ranks: Sequence[int] = ()
     for rank in ranks:
         if rank not in found:
             raise RecordError(f"rank must be one of {', '.join(map(str, found))}, got {rank}")
-    return _on_one_clock([_read(files[step, rank]) for rank in sorted(set(ranks)) or found])
+    return _on_one_clock([_read(files[step, rank], step, rank) for rank in sorted(set(ranks)) or found])
 
 
 def _recorded_files(run: Path) -> dict[tuple[int, int], Path]:
@@ -108,7 +108,8 @@ def _recorded_files(run: Path) -> dict[tuple[int, int], Path]:
     return {(key[0], key[1]): run / name for key, name in zip(keys, names, strict=True)}
 
 
-def _read(path: Path) -> RankTimeline:
+def _read(path: Path, step: int, rank: int) -> RankTimeline:
+    """Raises RecordError, also where the file is of another step or rank than the name says."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays: dict[str, Any] = dict(file)
@@ -129,13 +130,18 @@ def _read(path: Path) -> RankTimeline:
                 )
             )
         with_tasks = tuple(launch for launch in launches if len(launch))
-        return RankTimeline(
+        timeline = RankTimeline(
             int(arrays["step"]), int(arrays["rank"]), with_tasks, int(arrays["num_unrecorded_launches"])
         )
     except OSError as error:
         raise RecordError(f"{path}: must be a file of a recorded step, got {error}") from None
     except (BadZipFile, zlib.error, KeyError, IndexError, TypeError, ValueError, OverflowError, EOFError):
         raise RecordError(f"{path}: must be a whole file of a recorded step, got a broken one") from None
+    if (timeline.step, timeline.rank) != (step, rank):
+        raise RecordError(
+            f"{path}: must hold step {step} of rank {rank}, got step {timeline.step} of rank {timeline.rank}"
+        )
+    return timeline
 
 
 def _check(arrays: dict[str, Any]) -> None:

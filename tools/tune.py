@@ -35,6 +35,7 @@ from recipes.records import commit, versions
 from tools import tune_report
 from tools.bench_moe import Layer, layers
 from tools.calibrate import samples_of
+from tools.command import end_with
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from tools.tune_report import Config, Tuned
 from uniep.autotune.calibration import Calibration
@@ -302,4 +303,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(main)

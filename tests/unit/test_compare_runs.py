@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -325,8 +326,8 @@ def cut_file(folder: Path) -> None:
 
 
 def set_blank(folder: Path) -> None:
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write("\n")
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text.replace("\n", "\n\n", 1))
 
 
 def set_record(folder: Path, **values) -> None:
@@ -345,8 +346,11 @@ BROKEN: dict[str, tuple[Any, list[str]]] = {
     "cut run.json": (lambda run: (run / "run.json").write_text('{"config": {"mod'), ["run.json", "whole JSON"]),
     "run.json is a list": (lambda run: (run / "run.json").write_text("[]"), ["run.json", "a list"]),
     "line cut in the middle": (lambda run: cut_line(run, 6), ["metrics.jsonl line 7:", "whole JSON"]),
-    "last line cut": (cut_file, ["metrics.jsonl line 20:", "whole JSON"]),
-    "empty line": (set_blank, ["metrics.jsonl line 21:", "whole JSON"]),
+    "last line cut": (
+        cut_file,
+        ["metrics.jsonl line 20:", "whole JSON", "cut in the middle, as by a crash: delete it, or", "tools.dashboard"],
+    ),
+    "empty line": (set_blank, ["metrics.jsonl line 2:", "whole JSON"]),
     "not UTF-8": (lambda run: (run / "metrics.jsonl").write_bytes(b'{"step": "\xff"}\n'), ["line 1:", "whole JSON"]),
     "line is a number": (lambda run: (run / "metrics.jsonl").write_text("7\n"), ["line 1:", "a int"]),
     "duplicate step": (lambda run: set_key(run, 3, step=3), ["line 4:", "step must be greater", "3, got 3"]),
@@ -602,6 +606,50 @@ def test_python_dash_m(tmp_path):
     assert subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=False).returncode == 2
 
 
+def test_what_was_different_before_a_restart_is_said(tmp_path, capsys):
+    starts = [{"last_step": 2, "commit": "abc", "versions": {"torch": "1.0"}}, {"last_step": 4}]
+    a = write_run(tmp_path / "a", changes={"earlier_starts": starts})
+    assert main([a, write_run(tmp_path / "b")]) == 0
+    said = capsys.readouterr().out
+    assert "up to step 2: commit abc, versions.torch 1.0\n" in said
+    assert "up to step 4" not in said
+
+
+@pytest.mark.parametrize("starts", [3, [3], [{"commit": "abc"}], [{"last_step": "x"}]])
+def test_broken_earlier_starts(tmp_path, capsys, starts):
+    a = write_run(tmp_path / "a", changes={"earlier_starts": starts})
+    assert main([a, a]) == 2
+    assert "earlier_starts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["a", "a"], ["--help"]])
+def test_a_reader_that_has_left(tmp_path, arguments):
+    write_run(tmp_path / "a")
+    command = [sys.executable, "-m", "tools.compare_runs", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as process:
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert [line for line in said.splitlines() if not line.startswith("warning: ")] == []
+    assert process.returncode == 128 + signal.SIGPIPE
+
+
+def test_every_tool_ends_so():
+    texts = [path.read_text() for path in (REPOSITORY / "tools").glob("*.py")]
+    mains = [text for text in texts if "__main__" in text]
+    assert len(mains) >= 7
+    assert all(text.endswith('\nif __name__ == "__main__":\n    end_with(main)\n') for text in mains)
+
+
+@pytest.mark.parametrize(
+    ("commit", "shown"), [("01917852539cdef0+changes", "01917852539c+changes"), ("01917852539cdef0", "01917852539c")]
+)
+def test_the_commit_keeps_its_mark(tmp_path, capsys, commit, shown):
+    main([write_run(tmp_path / "a"), write_run(tmp_path / "b", changes={"commit": commit})])
+    assert f"(ran torchtitan, commit {shown}, 20 steps)" in capsys.readouterr().out
+
+
 def test_long_runs_in_seconds(tmp_path, capsys):
     num_steps = 100_000
     values = curve(num_steps)
@@ -687,6 +735,32 @@ def test_a_plot_that_cannot_be_written(tmp_path, capsys):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     assert main([a, b, "--plot", str(tmp_path / "none" / "plot.png")]) == 2
     assert "--plot must be a file that can be written" in capsys.readouterr().err
+
+
+def test_the_plot_of_a_loss_that_breaks_says_where(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    (tmp_path / "p").mkdir()
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "p" / "a", changed(curve(), 10, loss=math.nan))
+    main([a, b, "--plot", str(tmp_path / "plot.png")])
+    top, bottom = pyplot.gcf().axes
+    monkeypatch.undo()
+    pyplot.close()
+    assert [text.get_text() for text in bottom.get_legend().get_texts()] == ["B - A: not finite, first at step 11"]
+    assert [text.get_text() for text in top.get_legend().get_texts()] == [
+        f"A: {tmp_path.name}/a (torchtitan)",
+        "B: p/a (torchtitan)",
+    ]
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl"])
+def test_the_plot_replaces_no_record(tmp_path, capsys, name):
+    a = write_run(tmp_path / "a")
+    for path in (tmp_path / "a" / name, tmp_path / "elsewhere" / name):
+        assert main([a, a, "--plot", str(path)]) == 2
+        expected = f"error: --plot must be a file that is not a run's run.json or metrics.jsonl, got {path}\n"
+        assert capsys.readouterr().err == expected
+    assert read_run(a)
 
 
 # ULPs

@@ -15,7 +15,7 @@ from recipes.records import StepRecord
 from tests.browser import Opened, find_browser, open_page
 from tests.unit.test_compare_runs import RECORD, curve
 from tools.dashboard import main
-from tools.dashboard_figures import MAX_POINTS, thin
+from tools.dashboard_figures import MAX_POINTS, Shown, difference_figure, thin
 from tools.records import MAX_LOADS, read_run
 
 LOAD = ExpertLoad(
@@ -160,15 +160,46 @@ def test_runs_without_a_common_step(tmp_path, capsys):
     late = write_run(tmp_path / "late")
     lines = (late / "metrics.jsonl").read_text().splitlines(keepends=True)
     (late / "metrics.jsonl").write_text("".join(lines[15:]))
-    make_page(tmp_path, write_run(tmp_path / "early", curve()[:9]), late)
+    page = make_page(tmp_path, write_run(tmp_path / "early", curve()[:9]), late)
     assert "B has no step in common with A" in capsys.readouterr().out
+    assert '"text":"B: late: no common step"' in page
+    assert "no difference" not in page
+
+
+@pytest.mark.parametrize(
+    ("change", "note", "has_points"),
+    [
+        (lambda step, loss: loss, ": no difference", False),
+        (lambda step, loss: float("inf") if step >= 10 else loss, ": not finite, first at step 11", False),
+        (lambda step, loss: float("nan") if step == 10 else loss + 1, ": not finite, first at step 11", True),
+        (lambda step, loss: loss + 1, "", True),
+    ],
+    ids=["none", "not finite", "some not finite", "finite"],
+)
+def test_the_difference_says_what_no_point_shows(tmp_path, change, note, has_points):
+    values = [(change(step, loss), norm) for step, (loss, norm) in enumerate(curve())]
+    runs = [read_run(write_run(tmp_path / "a")), read_run(write_run(tmp_path / "b", values))]
+    figure = difference_figure([Shown(label, label, "#000000", run) for label, run in zip("AB", runs, strict=True)])
+    assert [points.name for points in figure.data] == [f"B{note}"]
+    assert figure.layout.showlegend
+    assert np.isfinite(figure.data[0].y).any() == has_points
+    assert [text.text for text in figure.layout.annotations] == ([] if has_points else [f"B{note}"])
+
+
+def test_folders_of_one_name_are_told_apart(tmp_path):
+    for parent in "pq":
+        (tmp_path / parent).mkdir()
+    page = make_page(tmp_path, write_run(tmp_path / "p" / "x"), write_run(tmp_path / "q" / "x"))
+    assert "<h1>A: p/x, B: q/x</h1>" in page
+    assert "<h1>A: x, B: x</h1>" in make_page(tmp_path, tmp_path / "p" / "x", tmp_path / "p" / "x")
 
 
 @pytest.mark.parametrize("key", ["tuner", "backend"])
 def test_the_facts_of_a_run(tmp_path, key):
     choices = {"bucket 4096": {"chosen": "<N_disp> 8"}}
     recorded = choices if key == "tuner" else {"ran": "uniep", "tune": choices}
-    page = make_page(tmp_path, write_run(tmp_path / "run", **{key: recorded}))
+    page = make_page(tmp_path, write_run(tmp_path / "run", commit="01917852539cdef0+changes", **{key: recorded}))
+    assert "<td>01917852539c+changes</td>" in page
     assert "<td>20 of 20</td>" in page
     assert "<td>500 ms</td>" in page
     assert "0.0173 B (0.0173 to 0.0173)" in page
@@ -182,6 +213,17 @@ def test_the_token_budget_has_an_end(tmp_path):
     config = RECORD["config"] | {"throughput": {"token_budget": budget}}
     page = make_page(tmp_path, write_run(tmp_path / "run", config=config))
     assert "ends on 2027-04-25" in page
+
+
+@pytest.mark.parametrize("has_time", [True, False])
+def test_a_token_budget_that_is_reached(tmp_path, has_time):
+    config = RECORD["config"] | {"throughput": {"token_budget": 450}}
+    run = write_run(tmp_path / "run", config=config)
+    if not has_time:
+        text = (run / "metrics.jsonl").read_text()
+        (run / "metrics.jsonl").write_text(text.replace("unix_time_s", "other"))
+    date = " on 2027-01-15 08:00 UTC" if has_time else ""
+    assert f"<td>444% of 450, reached at step 5{date}</td>" in make_page(tmp_path, run)
 
 
 def test_records_of_an_earlier_version_are_drawn(tmp_path):
@@ -207,6 +249,17 @@ def test_a_cut_line_is_left_out_and_said(tmp_path, capsys):
         assert len(read_run(run, drop_cut_line=True).steps) == number - 1
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", ["", "\n", "\n\n \n"])
+def test_line_ends(tmp_path, end, last):
+    run = write_run(tmp_path / "run")
+    text = (run / "metrics.jsonl").read_text()
+    expected = read_run(run).loads
+    (run / "metrics.jsonl").write_bytes((text.rstrip() + last).replace("\n", end).encode())
+    assert read_run(run).steps[-1] == 20
+    assert read_run(run).loads == expected
+
+
 def test_a_line_cut_elsewhere_is_an_error(tmp_path, capsys):
     """A crash cuts the last line only; anything else is a broken file."""
     run = write_run(tmp_path / "run")
@@ -230,6 +283,19 @@ def test_an_empty_run_is_named(tmp_path, capsys, text):
 def test_a_page_that_cannot_be_written(tmp_path, capsys):
     assert main([str(write_run(tmp_path / "run")), "-o", str(tmp_path / "none" / "page.html")]) == 2
     assert "-o must be a file that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["run/metrics.jsonl", "run/run.json", "elsewhere/run.json", "link", "data.jsonl"])
+def test_the_page_replaces_no_record(tmp_path, capsys, output):
+    """By whichever path: here metrics.jsonl is itself a link to another file."""
+    run = write_run(tmp_path / "run")
+    (run / "metrics.jsonl").rename(tmp_path / "data.jsonl")
+    (run / "metrics.jsonl").symlink_to(tmp_path / "data.jsonl")
+    (tmp_path / "link").symlink_to(run / "run.json")
+    assert main([str(run), "-o", str(tmp_path / output)]) == 2
+    expected = f"-o must be a file that is not a run's run.json or metrics.jsonl, got {tmp_path / output}"
+    assert capsys.readouterr().err == f"error: {expected}\n"
+    assert read_run(run)
 
 
 def test_100_000_steps_in_seconds(tmp_path):

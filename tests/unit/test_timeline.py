@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from recipes.timeline import StepTimeline, write_timeline
 from tools import timeline as tool
-from tools.timeline_records import Launch, RecordError, read_timelines
+from tools.timeline_records import Launch, RankTimeline, RecordError, read_timelines
 from tools.timeline_shares import covered_ns, integral, phases_of, summarize
 from uniep.kernels.timeline import FIELDS, LaunchRecords, Role, Timeline
 
@@ -97,6 +98,7 @@ def test_intervals_against_counting(pairs: list[tuple[int, int]]) -> None:
 def test_only_listed_steps_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     timeline = Timeline(torch.device("cpu"), max_records=2)
     steps = StepTimeline(timeline, [2], str(tmp_path))
     without = StepTimeline(None, [2], str(tmp_path))
@@ -188,6 +190,34 @@ def test_a_file_whose_parts_do_not_fit(name, change, tmp_path: Path, capsys: pyt
     np.savez_compressed(file, **(arrays | {name: change(arrays[name])}))
     assert tool.main([str(tmp_path), "--no-png"]) == 2
     assert capsys.readouterr().err == f"error: {file}: must be a whole file of a recorded step, got a broken one\n"
+
+
+@pytest.mark.parametrize("change", [{"rank": 0}, {"step": 4}])
+def test_a_file_of_another_name(change: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path, 2) / "timeline" / "step-3.rank-1.npz"
+    np.savez_compressed(file, **(dict(np.load(file)) | change))
+    assert tool.main([str(tmp_path), "--no-png"]) == 2
+    got = {"step": 3, "rank": 1} | change
+    rule = f"must hold step 3 of rank 1, got step {got['step']} of rank {got['rank']}"
+    assert capsys.readouterr().err == f"error: {file}: {rule}\n"
+
+
+@pytest.mark.parametrize(("out", "reason"), [("file", "File exists"), ("file/x", "Not a directory")])
+def test_out_that_cannot_be_written(out: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert tool.main([str(write_run(tmp_path)), "--no-png", "--out", str(tmp_path / out)]) == 2
+    rule = f"--out must be a folder that can be written, got {tmp_path / out}: {reason}"
+    assert capsys.readouterr().err == f"error: {rule}\n"
+
+
+def test_forwards_of_the_recomputation_are_marked() -> None:
+    """Not those of the next batch, with gradient accumulation."""
+    forward, backward = ["exchange", "up", "down"], ["down_grad", "wgrad", "up_grad"]
+    names = 2 * (2 * forward + backward)
+    launches = tuple(replace(launch_of(DISPATCH, 3), name=name) for name in names)
+    lines = tool.report([RankTimeline(3, 0, launches, 0)]).splitlines()
+    titles = [line.split(":")[0].removeprefix("rank 0, ") for line in lines if line.startswith("rank 0, ")]
+    assert titles == 2 * [*forward, *(f"{name} (again)" for name in forward), *backward]
 
 
 def test_without_matplotlib(tmp_path: Path) -> None:
