@@ -35,6 +35,7 @@ def find_hardware(path: str | None, device_name: str) -> Hardware:
         )
     try:
         hardware = Hardware.load(Path(path).expanduser())
+        kernel_space(hardware)
     except HardwareError as error:
         raise TuneError(f"[uniep.tune] hardware: {error}") from None
     if hardware.name != device_name:
@@ -132,7 +133,7 @@ class Buckets:
     max_tokens: int
 
     def of(self, num_tokens: int) -> int:
-        return max(-(-num_tokens // self.tokens), 1)
+        return min(max(-(-num_tokens // self.tokens), 1), -(-self.max_tokens // self.tokens))
 
     def all(self) -> range:
         return range(1, self.of(self.max_tokens) + 1)

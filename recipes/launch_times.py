@@ -97,6 +97,7 @@ def run_layer(
     with_backward: bool,
     score_before_experts: bool = False,
     fast: bool = False,
+    compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """One forward (and backward): its results, and pairs of CUDA events around each step."""
@@ -121,6 +122,7 @@ def run_layer(
         "heap": heap,
         "config": config,
         "fast": fast,
+        "compiled": compiled,
         "timeline": timeline,
     }
     routing = (inputs.scores_TK, inputs.expert_ids_TK)
@@ -143,6 +145,7 @@ def measure_layer(
     with_backward: bool = True,
     score_before_experts: bool = False,
     fast: bool = False,
+    compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> tuple[dict[str, float], list[Tensor]]:
     """GPU microseconds of each step: the median of some calls, the slowest rank's; and the last call's results.
@@ -167,6 +170,7 @@ def measure_layer(
             with_backward=with_backward,
             score_before_experts=score_before_experts,
             fast=fast,
+            compiled=compiled,
             timeline=timeline,
         )
         torch.cuda.synchronize()

@@ -6,6 +6,8 @@ and all tiles that any bucket may need are compiled there: no step stalls later.
 for long, the first rank searches again, among the compiled tiles. The results' bits never depend on a choice.
 """
 
+import itertools
+import pickle
 import statistics
 import time
 from collections import deque
@@ -75,18 +77,27 @@ class CudaMark:
         return self._event.elapsed_time(later._event) * 1e3
 
 
+_num_agreements = itertools.count()
+
+
 def agree_through(group: dist.ProcessGroup | None) -> Callable[[Any], Any]:
-    """A function that all ranks of a group call together and that returns what its first rank gave. Through the hosts,
-    so that no device waits. All ranks of the group come here together."""
+    """A function that all ranks of a group call equally often and that returns what its first rank gave. All ranks of
+    the group come here equally often too.
+
+    It goes through the group's key-value store: no device waits, and a forward that checkpointing runs again may call
+    it, in which a collective's tensors would be taken for the model's.
+    """
     if group is None:
         return lambda value: value
-    ranks = dist.get_process_group_ranks(group)
-    hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    number, indices = next(_num_agreements), itertools.count()
 
     def agree(value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values, src=ranks[0], group=hosts)
-        return values[0]
+        key = f"uniep_tuner/{number}/{next(indices)}"
+        if group.rank() != 0:
+            return pickle.loads(bytes.fromhex(store.get(key).decode()))
+        store.set(key, pickle.dumps(value).hex())
+        return value
 
     return agree
 
@@ -233,9 +244,12 @@ class Tuner:
             "tuner/times_tuned_again": self._num_retuned,
         }
         self._recent.append((num_tokens, up_us, down_us))
-        ratio = self._watches[bucket].see(up_us + down_us, predicted_us)
+        watch = self._watches[bucket]
+        ratio = watch.see(up_us + down_us, predicted_us)
         if ratio is not None and self._leads:
             self._wish = self._search_again(num_tokens, ratio)
+        elif not watch.parts and self._wish is not None and self._wish[0] == bucket:
+            self._wish = None  # what it was for is over
 
     def _search_again(self, num_tokens: int, ratio: float) -> tuple[int, Choice, Hardware, str]:
         """What this rank would change: link, memory and Tensor Cores are scaled so that the model says what was
@@ -248,13 +262,15 @@ class Tuner:
             for name, column in zip(("up", "down"), zip(*times, strict=True), strict=True)
         ]
         found = fit(self._hardware, samples, groups=RESOURCES, prior=_DRIFT_PRIOR).hardware
-        scales = ", ".join(
-            f"{resource} x {found.constants[names[0]] / self._hardware.constants[names[0]]:.2f}"
+        scales = {
+            resource: found.constants[names[0]] / self._hardware.constants[names[0]]
             for resource, names in RESOURCES.items()
-        )
+        }
+        scales["compute"] = 1 / scales["compute"]  # a time, where the others are rates
+        assumed = ", ".join(f"{resource} x {scale:.2f}" for resource, scale in scales.items())
         why = (
             f"up and down took {ratio:.2f} of their predicted time in {self._options.watch_samples} timed forwards in "
-            f"a row (now assumed: {scales})"
+            f"a row (now assumed, in speed: {assumed})"
         )
         return bucket, search(self._work(bucket), found, kernel_space(found, self._tiles)), found, why
 
@@ -266,6 +282,8 @@ class Tuner:
         self._hardware = hardware
         self._recent.clear()
         self._pending.clear()
+        for watch in self._watches.values():
+            watch.forget()
         self._num_retuned += 1
         self._set(bucket, choice)
         logger.info(
@@ -304,7 +322,8 @@ def open_tuner(
     space = tuned_space(hardware, base, fast=fast)
     agree = agree_through(group)
     if options.mode == "measured":
-        choices = _measured(heap, group, buckets, hardware, space, base, options, agree, score_before_experts, fast)
+        numerics = {"score_before_experts": score_before_experts, "fast": fast, "compiled": compiled}
+        choices = _measured(heap, group, buckets, hardware, space, base, options, agree, numerics)
         hardware = as_measured(shape, buckets, choices, hardware)
     else:
         choices = choose_by_model(shape, buckets, hardware, space)
@@ -335,12 +354,11 @@ def _measured(
     base: KernelConfig,
     options: Tune,
     agree: Callable[[Any], Any],
-    score_before_experts: bool,
-    fast: bool,
+    numerics: Mapping[str, Any],
 ) -> dict[int, Choice]:
     """From the cache of the first rank, else by timing; the first rank then keeps it."""
     shape = heap.layout.shape
-    kernels = {"commit": commit(), "score_before_experts": score_before_experts, "fast": fast}
+    kernels = {"commit": commit(), **numerics}
     found = {name: str(value) for name, value in {**versions(), **kernels}.items()}
     key = CacheKey(shape, hardware.fingerprint, found, options.mode, buckets.tokens, buckets.max_tokens)
     folder = Path(options.cache).expanduser() if options.cache is not None else None
@@ -355,22 +373,14 @@ def _measured(
 
         def times_us(choice: Choice, inputs: LayerInputs = inputs) -> dict[str, float]:
             config = kernel_config(choice, base)
-            warm_up(inputs, heap, config, score_before_experts=score_before_experts, fast=fast)
-            times, _ = measure_layer(
-                inputs,
-                heap,
-                config,
-                num_calls=_NUM_TIMED,
-                group=group,
-                score_before_experts=score_before_experts,
-                fast=fast,
-            )
+            warm_up(inputs, heap, config, **numerics)
+            times, _ = measure_layer(inputs, heap, config, num_calls=_NUM_TIMED, group=group, **numerics)
             return times
 
         work = Workload.balanced(shape, num_tokens)
         choices[bucket] = choose_by_measuring(work, hardware, space, options.num_candidates, times_us)
-    if folder is not None and heap.rank == 0:
-        store_choices(folder, key, choices)
+        if folder is not None and heap.rank == 0:
+            store_choices(folder, key, choices)
     return {bucket: choices[bucket] for bucket in buckets.all()}
 
 

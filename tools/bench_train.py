@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
     if not options.keep:
         shutil.rmtree(scratch)
-    return 0
+    return 0 if all(row.get("identical", True) for row in rows) else 1
 
 
 if __name__ == "__main__":

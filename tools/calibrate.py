@@ -62,12 +62,14 @@ ROLES = (
 )
 
 
-def configurations() -> Iterator[Choice]:
-    """Every tile with few and with many programs that copy, and the default's tiles with all roles."""
-    for tile, roles in product(TILES, (ROLES[0], ROLES[-2])):
+def configurations(num_multiprocessors: int) -> Iterator[Choice]:
+    """Every tile with few and with many programs that copy, and the default's tiles with all roles; only what leaves
+    programs to multiply."""
+    fitting = [roles for roles in ROLES if sum(roles[:2]) < num_multiprocessors]
+    for tile, roles in product(TILES, (fitting[0], fitting[-2])):
         yield _choice({launch: tile for launch in TUNED}, *roles)
     default = {launch: "wide4" if launch in DISPATCHES else "narrow" for launch in TUNED}
-    for roles in ROLES:
+    for roles in fitting:
         yield _choice(default, *roles)
 
 
@@ -99,7 +101,7 @@ def measure(shape: MoEShape, num_tokens: int, heap: SymmetricHeap) -> list[Sampl
     # The first ones would be measured on a GPU that is still cool, and so clocks higher.
     warm_up(inputs, heap, base, score_before_experts=False)
     measure_layer(inputs, heap, base, num_calls=NUM_HEATING_CALLS, group=dist.group.WORLD)
-    for choice in configurations():
+    for choice in configurations(base.num_programs):
         config = kernel_config(choice, base)
         warm_up(inputs, heap, config, score_before_experts=False)
         times_us, _ = measure_layer(inputs, heap, config, num_calls=NUM_CALLS, group=dist.group.WORLD)
@@ -141,25 +143,21 @@ def work(options: argparse.Namespace) -> int:
     device = join_ranks()
     uniep = replace(UniEP(), symmetric_memory=options.memory)
     shapes = named_shapes(options.shape, options.ep)
+    properties = torch.cuda.get_device_properties(device)
+    memory_gbs = measure_memory_gbs(device)
     samples: list[Sample] = []
     tables = None
     for shape in shapes:
         heap, _ = open_heap(HeapLayout(shape, max(options.tokens), num_kept=1), dist.group.WORLD, device, uniep)
         with heap:
             if tables is None:
-                programs = [n for n in PROGRAMS if n <= torch.cuda.get_device_properties(device).multi_processor_count]
+                programs = [n for n in PROGRAMS if n <= properties.multi_processor_count]
                 tables = measure_copies(heap, warps=(4, 8), programs=programs)
             for num_tokens in options.tokens:
                 samples += measure(shape, num_tokens, heap)
             torch.cuda.synchronize()
             dist.barrier()
         torch.cuda.empty_cache()
-        if dist.get_rank() == 0:
-            print(f"measured {shape} at {options.tokens} tokens, {time.perf_counter() - start:.0f} s", flush=True)
-    assert tables is not None
-    memory_gbs = measure_memory_gbs(device)
-    if dist.get_rank() == 0:
-        properties = torch.cuda.get_device_properties(device)
         measured = Calibration(
             properties.name,
             properties.multi_processor_count,
@@ -168,7 +166,11 @@ def work(options: argparse.Namespace) -> int:
             tuple(samples),
             source=f"python -m tools.calibrate on {options.ep} GPUs, {time.strftime('%Y-%m-%d')}",
         )
-        measured.save(samples_path(options.out))
+        if dist.get_rank() == 0:
+            # After each, so that --fit can go on from what a stopped calibration has measured.
+            measured.save(samples_path(options.out))
+            print(f"measured {shape} at {options.tokens} tokens, {time.perf_counter() - start:.0f} s", flush=True)
+    if dist.get_rank() == 0:
         finish(measured, options.out)
     dist.destroy_process_group()
     return 0
@@ -210,15 +212,28 @@ def errors_by_step(measured: Calibration, errors: Floats) -> list[str]:
     ]
 
 
-def check_out(options: argparse.Namespace) -> None:
+def check_output(option: str, path: Path) -> None:
     """Raises ArgumentTypeError before minutes of measuring, not after them."""
-    out: Path = options.out
+    written = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(written, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{option} must be a file that can be written, in a folder, got {path}")
+
+
+def check_counts(**counts: list[int]) -> None:
+    """Raises ArgumentTypeError where a count is not positive."""
+    for option, values in counts.items():
+        if wrong := [value for value in values if value < 1]:
+            raise argparse.ArgumentTypeError(f"--{option} must be at least 1, got {wrong[0]}")
+
+
+def _check(options: argparse.Namespace) -> None:
     for path in (options.fit, *options.more) if options.fit else ():
-        if out.resolve() == path.resolve():
-            raise argparse.ArgumentTypeError(f"--out must be another file than those of --fit and --more, got {out}")
-    written = out if out.exists() else out.parent
-    if out.is_dir() or not out.parent.is_dir() or not os.access(written, os.W_OK):
-        raise argparse.ArgumentTypeError(f"--out must be a file that can be written, in a folder, got {out}")
+        if options.out.resolve() == path.resolve():
+            raise argparse.ArgumentTypeError(
+                f"--out must be another file than those of --fit and --more, got {options.out}"
+            )
+    check_output("--out", options.out)
+    check_counts(tokens=options.tokens)
 
 
 def main(argv: list[str]) -> int:
@@ -235,7 +250,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--left-out", action="store_true", help="with --fit: predict each layer by the others' fit too")
     options = parser.parse_args(argv)
     try:
-        check_out(options)
+        _check(options)
         if options.fit:
             measured = Calibration.load(options.fit)
             more = [sample for path in options.more for sample in Calibration.load(path).samples]

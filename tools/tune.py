@@ -34,7 +34,7 @@ from recipes.launch_times import LayerInputs, measure_layer, warm_up
 from recipes.records import commit, versions
 from tools import tune_report
 from tools.bench_moe import Layer, layers
-from tools.calibrate import samples_of
+from tools.calibrate import check_counts, check_output, samples_of
 from tools.command import end_with
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from tools.tune_report import Config, Tuned
@@ -135,13 +135,16 @@ def compare(
     )
 
 
-def check_bits(want: list[Tensor], got: list[Tensor], choice: Choice) -> None:
+def check_bits(want: list[Tensor], got: list[Tensor], choice: Choice, group: dist.ProcessGroup | None) -> None:
+    """Raises UnequalBitsError on every rank of the group where one has other bits: a rank that went on would wait."""
     names = ("out", "grad_x", "grad_scores", "grad_w1", "grad_w2", "grad_w3")
     unequal = [name for name, one, other in zip(names, want, got, strict=True) if not torch.equal(one, other)]
-    if unequal:
-        raise UnequalBitsError(
-            f"{', '.join(unequal)} must be those of the default configuration, got others with {choice}"
-        )
+    anywhere = torch.tensor(len(unequal), device=got[0].device)
+    if group is not None:
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+    if anywhere:
+        what = ", ".join(unequal) or "results of another rank"
+        raise UnequalBitsError(f"{what} must be those of the default configuration, got others with {choice}")
 
 
 def tune_layer(
@@ -166,7 +169,7 @@ def tune_layer(
             times, results = measure_layer(inputs, heap, config, num_calls=num_calls, group=dist.group.WORLD)
             if not want:
                 want.extend(results)  # of the default, which comes first
-            check_bits(want, results, choice)
+            check_bits(want, results, choice, dist.group.WORLD)
             samples.extend(samples_of(layer.shape, layer.num_tokens, choice, times))
             return times
 
@@ -219,7 +222,6 @@ def write(
         "command": "python -m tools.tune " + " ".join(argv),
         "date": time.strftime("%Y-%m-%d"),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.plot:
         tune_report.plot(tuned, options.plot)
@@ -276,18 +278,25 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--calls", type=int, default=5, help="timed calls of a configuration (5)")
     parser.add_argument("--hardware", help="a file of tools.calibrate; without it the package's own")
     parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/tune_ep2.json"), help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write (benchmarks/tune_epW.json)")
     parser.add_argument("--plot", type=Path, help="PNG of predicted against measured to write")
     parser.add_argument("--samples", type=Path, help="keep all times for tools.calibrate --fit FILE --more")
     parser.add_argument("--search-only", action="store_true", help="ask the model only; needs no GPU")
     parser.add_argument("--explain", action="store_true", help="with --search-only: every term")
     options = parser.parse_args(argv)
+    options.out = options.out or Path(f"benchmarks/tune_ep{options.ep}.json")
     try:
+        check_counts(tokens=options.tokens, configs=[options.configs], calls=[options.calls])
+        outputs = {name: path for name in ("out", "plot", "samples") if (path := getattr(options, name)) is not None}
+        if len({path.resolve() for path in outputs.values()}) < len(outputs):
+            raise argparse.ArgumentTypeError(f"--{', --'.join(outputs)} must be different files")
+        for name, path in outputs.items() if not options.search_only else ():
+            check_output(f"--{name}", path)
         for layer in all_layers(options):
             Workload.balanced(layer.shape, layer.num_tokens)
         if options.hardware:
             kernel_space(Hardware.load(Path(options.hardware)))
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentTypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.plot and importlib.util.find_spec("matplotlib") is None:

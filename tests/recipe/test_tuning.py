@@ -5,7 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from recipes.choices import (
     Buckets,
@@ -178,6 +180,37 @@ def test_a_slower_link_is_noticed_and_tuned_for(h200, caplog):
         assert choice_of(after).launches[launch].tile in tiles
 
 
+def test_samples_of_before_do_not_count_once_it_is_tuned_again(h200):
+    """The wish comes long before the ranks follow it; what parted in between parted from other predictions."""
+    clock, num_late = Clock(), 0
+    tuner = open_tuner(h200, clock, options=replace(OPTIONS, watch_calls=2, watch_samples=20))
+    slow = scaled(h200, "link", 0.4)
+    for _ in range(400):
+        again = tuner.metrics().get("tuner/times_tuned_again", 0)
+        times = times_of(slow, 8192, tuner.config(8192))
+        if again and num_late < 2:
+            num_late += 1
+            times = {launch: 2 * us for launch, us in times.items()}
+        forward(tuner, clock, 8192, times)
+    assert tuner.metrics()["tuner/times_tuned_again"] == 1
+
+
+def test_a_wish_ends_with_its_cause(h200):
+    clock = Clock()
+    tuner = open_tuner(h200, clock, options=replace(OPTIONS, watch_calls=2, watch_samples=20))
+    slow = scaled(h200, "link", 0.4)
+    for index in range(80):
+        machine = slow if index < 42 else h200
+        forward(tuner, clock, 8192, times_of(machine, 8192, tuner.config(8192)))
+    tuner.before_call(8192)
+    assert tuner.metrics()["tuner/times_tuned_again"] == 0
+
+
+def test_more_tokens_than_the_most_take_the_last_bucket(h200):
+    tuner = open_tuner(h200, Clock())
+    assert tuner.config(10**6) == tuner.config(10_000)  # and the layer says what is wrong
+
+
 def test_reading_waits_for_nothing(h200):
     """While the device has not passed the last mark, no time is asked for (FakeMark would fail)."""
     clock = Clock(done=False)
@@ -233,13 +266,26 @@ def broadcast() -> tuple[list[Any], list[int]]:
     agree = agree_through(dist.group.WORLD)
     rank = dist.get_rank()
     heard = [agree(("word of", rank)), agree(None), agree({"choice": rank})]
+
+    def recomputed(x: torch.Tensor) -> torch.Tensor:
+        if len(heard) > 3:  # only when it runs again
+            heard.append(agree(["again", rank]))
+        else:
+            heard.append(None)
+        return x.exp()
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(recomputed, x, use_reentrant=False, context_fn=contexts).sum().backward()
     dist.destroy_process_group()
     return heard, [rank]
 
 
 def test_ranks_of_a_group_agree():
     for heard, _ in run_ranks(broadcast, num_ranks=2):
-        assert heard == [("word of", 0), None, {"choice": 0}]
+        assert heard == [("word of", 0), None, {"choice": 0}, None, ["again", 0]]
     assert agree_through(None)(3) == 3
 
 

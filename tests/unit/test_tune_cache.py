@@ -12,10 +12,13 @@ from uniep.autotune.watch import Watch
 from uniep.shapes import MoEShape
 
 KEY = CacheKey(MoEShape(8, 2, 64, 64, 2), "abc", {"triton": "3.7"}, "measured", 4096, 10_000)
-CHOICES = {
-    1: Choice({"up": LaunchChoice("wide4", 16, 16, 840.0), "down": LaunchChoice("narrow", 2, 0, 660.5)}),
-    3: Choice({"up": LaunchChoice("wide3", 4, 20, 1.25)}),
+LAUNCHES = {
+    "up": LaunchChoice("wide4", 16, 16, 840.0),
+    "down": LaunchChoice("narrow", 2, 0, 660.5),
+    "down_grad": LaunchChoice("wide3", 4, 20, 1.25),
+    "up_grad": LaunchChoice("narrow", 8, 0, 2),
 }
+CHOICES = {1: Choice(LAUNCHES), 3: Choice(LAUNCHES | {"up": LaunchChoice("wide3", 4, 20, 1.25)})}
 
 
 def test_what_is_stored_is_found(tmp_path):
@@ -70,15 +73,45 @@ def test_an_unknown_tile_is_ignored(tmp_path, caplog):
     assert "wide9" in caplog.text
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"predicted_us": 0},
+        {"predicted_us": -1.0},
+        {"predicted_us": None},
+        {"predicted_us": "1"},
+        {"predicted_us": float("inf")},
+        {"num_link": 0},
+        {"num_link": 8.5},
+        {"num_link": "8"},
+        {"num_local": 0},
+        {"num_local": True},
+        None,
+    ],
+)
+def test_values_that_cannot_be_are_ignored(change, tmp_path, caplog):
+    store_choices(tmp_path, KEY, CHOICES)
+    path = tmp_path / KEY.file_name
+    values = json.loads(path.read_text())
+    launches = values["buckets"]["1"]["launches"]
+    if change is None:
+        del launches["up"]
+    else:
+        launches["up"] |= change
+    path.write_text(json.dumps(values))
+    assert load_choices(tmp_path, KEY) == {}
+    assert "is not used" in caplog.text
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, caplog):
     store_choices(tmp_path, KEY, CHOICES)
 
     def fail(*args):
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        store_choices(tmp_path, KEY, {1: CHOICES[3]})
+    store_choices(tmp_path, KEY, {1: CHOICES[3]})
+    assert "cannot be written, the next start measures again: disk full" in caplog.text
     assert load_choices(tmp_path, KEY) == CHOICES
     json.loads((tmp_path / KEY.file_name).read_text())
 

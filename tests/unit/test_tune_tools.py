@@ -111,8 +111,15 @@ def test_hardware_that_leaves_no_choice(change, expected, h200, tmp_path, capsys
 
 
 def test_a_calibration_times_every_tile_of_every_launch():
-    seen = {(name, one.tile) for choice in calibrate.configurations() for name, one in choice.launches.items()}
+    seen = {(name, one.tile) for choice in calibrate.configurations(132) for name, one in choice.launches.items()}
     assert seen == {(launch, tile) for launch in TUNED for tile in TILES}
+
+
+def test_a_calibration_fits_a_small_gpu():
+    """Of 78 multiprocessors, as many as the smallest of the Hopper line."""
+    for choice in calibrate.configurations(78):
+        for name, launch in choice.launches.items():
+            assert launch.num_link + launch.num_local < 78 * TILES[launch.tile].occupancy, (name, launch)
 
 
 def test_samples_of_a_measured_layer():
@@ -224,11 +231,11 @@ def test_unequal_bits_are_an_error():
     import torch
 
     want = [torch.ones(3) for _ in range(6)]
-    tune.check_bits(want, [one.clone() for one in want], DEFAULT)
+    tune.check_bits(want, [one.clone() for one in want], DEFAULT, None)
     got = [one.clone() for one in want]
     got[2][1] += 1e-7
     with pytest.raises(tune.UnequalBitsError, match="grad_scores must be those of the default configuration"):
-        tune.check_bits(want, got, DEFAULT)
+        tune.check_bits(want, got, DEFAULT, None)
 
 
 def test_search_only(capsys, h200, tmp_path):
@@ -244,3 +251,34 @@ def test_search_only(capsys, h200, tmp_path):
     chosen = search(Workload.balanced(SHAPE, 8192), slow, kernel_space(slow))
     assert f"{chosen.predicted_us:9.0f} us" in capsys.readouterr().out
     json.loads((tmp_path / "slow.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--calls", "0"), "--calls must be at least 1, got 0"),
+        (("--tokens", "8192", "0"), "--tokens must be at least 1, got 0"),
+        (("--configs", "0"), "--configs must be at least 1, got 0"),
+        (("--samples", "no/such/a.json"), "--samples must be a file that can be written, in a folder"),
+        (("--out", "no/such/a.json"), "--out must be a file that can be written, in a folder"),
+        (("--out", "a.json", "--samples", "a.json"), "--out, --samples must be different files"),
+    ],
+)
+def test_tune_refuses_before_it_measures(arguments, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    assert tune.main(["--ep", "2", "--shape", "qwen3-30b-a3b", *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {expected}")
+
+
+def test_bench_moe_prints_no_time_of_other_bits():
+    row = {"shape": "a", "E": 8, "tokens": 8, "stock_ms": 2.0, "reference_ms": 3.0, "gemm_ms": 0.5, "uniep_ms": 1.0}
+    row |= {"peak_gib_stock": 1.0, "peak_gib_uniep": 1.0, "bits_equal": True, "reference_bits_equal": True}
+    name = next(iter(bench_moe.SWITCHES))
+    row |= {f"{name.replace(' ', '_')}_ms": 0.7, "unequal_shares": {}}
+    assert f"{name} 0.700" in bench_moe.report(row)
+    said = bench_moe.report(row | {"unequal_shares": {name: {"out": 0.5}}})
+    assert f"{name} UNEQUAL BITS" in said
+    assert "0.700" not in said
+    shares = {"reference": {"out": 0.5}}
+    assert "reference UNEQUAL BITS" in bench_moe.report(row | {"reference_bits_equal": False, "unequal_shares": shares})

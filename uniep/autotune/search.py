@@ -5,6 +5,7 @@ launch is minimised alone. Where one is (the paper's warps w), each launch is mi
 value with the smallest sum wins: some 1,600 evaluations give the same optimum as all 209,088 combinations.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -57,9 +58,16 @@ class Choice:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Choice":
+        """Raises KeyError, TypeError or ValueError for what `to_json` does not write."""
         launches = {name: LaunchChoice(**launch) for name, launch in values["launches"].items()}
-        if set(launches) - set(TUNED) or any(launch.tile not in TILES for launch in launches.values()):
-            raise ValueError(f"launches must be of {TUNED} with tiles of {_TILE_NAMES}, got {values['launches']}")
+        if set(launches) != set(TUNED) or any(launch.tile not in TILES for launch in launches.values()):
+            raise ValueError(f"launches must be {TUNED} with tiles of {_TILE_NAMES}, got {values['launches']}")
+        for name, launch in launches.items():
+            roles = (launch.num_link, launch.num_local if name in DISPATCHES else 1)
+            if not all(type(role) is int and role >= 1 for role in roles):
+                raise ValueError(f"roles of {name} must be whole numbers from 1 on, got {launch}")
+            if not (type(launch.predicted_us) in (int, float) and 0 < launch.predicted_us < math.inf):
+                raise ValueError(f"predicted_us of {name} must be a positive number, got {launch.predicted_us!r}")
         return Choice(launches, values["shared"])
 
 

@@ -22,6 +22,15 @@ class Watch:
         self._num_samples = num_samples
         self._ratios: list[float] = []
 
+    @property
+    def parts(self) -> bool:
+        """Whether the last sample parted and did not complete a row."""
+        return bool(self._ratios)
+
+    def forget(self) -> None:
+        """From now on the predictions are others."""
+        self._ratios.clear()
+
     def see(self, measured_us: float, predicted_us: float) -> float | None:
         """One sample. Returns the median of measured over predicted once they have parted, and starts anew."""
         ratio = measured_us / predicted_us

@@ -132,4 +132,5 @@ class SymmetricHeap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None:  # a rank that fails comes alone, and giving back symmetric memory waits for all
+            self.close()
