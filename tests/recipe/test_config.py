@@ -2,6 +2,7 @@
 
 import re
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from recipes.checks import check_config
 from recipes.config import UniEP
 from recipes.load import ConfigError, load_config
 from tests.recipe.runs import ROOT, TOKENIZER
+from uniep.autotune.hardware import TILES, shipped
 from uniep.kernels.config import KernelConfig
 from uniep.shapes import MoEShape
 
@@ -764,3 +766,13 @@ def test_tuning_asks_nothing_of_other_backends(tmp_path):
     path = tune_section('[uniep.tune]\nmode = "model"\n', tmp_path)
     path.write_text(path.read_text().replace('backend = "uniep"', 'backend = "reference"'))
     check(config=path)
+
+
+def test_hardware_without_a_timed_tile(tmp_path, on_gpu):
+    """As a fit of some launches only writes it."""
+    on_gpu(Gpu())
+    path = tmp_path / "partial.json"
+    partial = replace(next(iter(shipped())), assumed=tuple(f"down.{tile}.step_us" for tile in TILES))
+    partial.save(path)
+    section = tune_section(f'[uniep.tune]\nmode = "model"\nhardware = "{path}"\n', tmp_path)
+    assert "[uniep.tune] hardware: down must have a tile that was timed" in says(BF16, config=section)
