@@ -212,7 +212,7 @@ def errors_by_step(measured: Calibration, errors: Floats) -> list[str]:
     ]
 
 
-def check_output(option: str, path: Path) -> None:
+def check_writable(option: str, path: Path) -> None:
     """Raises ArgumentTypeError before minutes of measuring, not after them."""
     written = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(written, os.W_OK):
@@ -232,7 +232,7 @@ def _check(options: argparse.Namespace) -> None:
             raise argparse.ArgumentTypeError(
                 f"--out must be another file than those of --fit and --more, got {options.out}"
             )
-    check_output("--out", options.out)
+    check_writable("--out", options.out)
     check_counts(tokens=options.tokens)
 
 

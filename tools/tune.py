@@ -34,7 +34,7 @@ from recipes.launch_times import LayerInputs, measure_layer, warm_up
 from recipes.records import commit, versions
 from tools import tune_report
 from tools.bench_moe import Layer, layers
-from tools.calibrate import check_counts, check_output, samples_of
+from tools.calibrate import check_counts, check_writable, samples_of
 from tools.command import end_with
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from tools.tune_report import Config, Tuned
@@ -291,7 +291,7 @@ def main(argv: list[str]) -> int:
         if len({path.resolve() for path in outputs.values()}) < len(outputs):
             raise argparse.ArgumentTypeError(f"--{', --'.join(outputs)} must be different files")
         for name, path in outputs.items() if not options.search_only else ():
-            check_output(f"--{name}", path)
+            check_writable(f"--{name}", path)
         for layer in all_layers(options):
             Workload.balanced(layer.shape, layer.num_tokens)
         if options.hardware:
