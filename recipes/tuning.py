@@ -187,12 +187,7 @@ class Tuner:
         """Of the last timed forward."""
         return dict(self._metrics)
 
-    def run(
-        self,
-        x_TD: Tensor,
-        *tensors: Tensor,
-        **options: Any,
-    ) -> Tensor:
+    def run(self, x_TD: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
         """`uniep.layer.fused_moe` with the bucket's configuration, for any other of its options."""
         num_tokens = len(x_TD)
         on_step = self.before_call(num_tokens)

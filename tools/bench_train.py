@@ -4,7 +4,8 @@ python -m tools.bench_train CONFIG.toml [--backends torchtitan reference] [--ste
 
 The first backend is the baseline. What stands behind `--` overrides the TOML for every run. Ranks come from NGPU, as
 for run_train.sh. The JSON names the GPU, versions, command and commit; a speed-up stands in it only beside whether the
-runs' losses and gradient norms are identical (for that a run needs `--debug.deterministic`).
+runs' losses and gradient norms are identical (for that a run needs `--debug.deterministic`). Where they are not, the
+exit status is 1.
 """
 
 import argparse

@@ -148,7 +148,7 @@ def forward_steps(
         room.follow(num_rows)
         if num_rows <= room_rows:
             break
-        # The rows had no room and neither kernel did more than send tokens: both once more, with room.
+        # Otherwise neither kernel did more than send tokens: both once more, with the room that there is now.
     if not in_kernel:
         out_TD = reduce_by_torch(scores_TK, returned)
     if up.g_RF is None or up.u_RF is None:
