@@ -184,7 +184,7 @@ def open_backend(
     if tune.mode == "off":
         run = functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more)
         return RoutedBackend(name, run, facts, heap.close, timeline, layout=layout)
-    tuner = open_tuner(
+    tuner, tune_facts = open_tuner(
         heap,
         group,
         base=config,
@@ -194,7 +194,7 @@ def open_backend(
         compiled=compiled,
     )
     run = functools.partial(tuner.run, **more)
-    return RoutedBackend(name, run, facts | {"tune": tuner.facts()}, heap.close, timeline, tuner.metrics, layout)
+    return RoutedBackend(name, run, facts | {"tune": tune_facts}, heap.close, timeline, tuner.metrics, layout)
 
 
 def open_heap(

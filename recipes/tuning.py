@@ -304,8 +304,11 @@ def open_tuner(
     score_before_experts: bool,
     fast: bool = False,
     compiled: bool = False,
-) -> Tuner:
+) -> tuple[Tuner, dict[str, Any]]:
     """Chooses for all buckets and compiles what they need. All ranks of the group call it together.
+
+    Returns:
+        the tuner, and for the record of a run its facts and the seconds that choosing and compiling took.
 
     Raises:
         TuneError: there is no description of this GPU.
@@ -333,11 +336,12 @@ def open_tuner(
     del inputs
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    took = {"chosen_in_s": chosen - start, "compiled_in_s": time.perf_counter() - chosen}
     logger.info(
-        f"Tuner: {len(buckets.all())} buckets of {buckets.tokens} tokens chosen in {1e3 * (chosen - start):.0f} ms "
-        f'(mode = "{options.mode}", {hardware.name}), kernels compiled in {time.perf_counter() - chosen:.1f} s'
+        f"Tuner: {len(buckets.all())} buckets of {buckets.tokens} tokens chosen in {1e3 * took['chosen_in_s']:.0f} ms "
+        f'(mode = "{options.mode}", {hardware.name}), kernels compiled in {took["compiled_in_s"]:.1f} s'
     )
-    return tuner
+    return tuner, tuner.facts() | took
 
 
 def _measured(

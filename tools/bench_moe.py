@@ -7,7 +7,8 @@ the median of means over a few calls in a row, the slowest rank's. Bits are comp
 with TorchTitan's: a row with unequal bits prints no speed-up. `gemm` is the layer's grouped GEMMs through
 torch._grouped_mm on rows that lie in place already: a floor that no block reaches. `--switches` times the fused kernels
 once more with each measuring switch set, `--numerics-fast` with `[uniep] numerics = "fast"`: its time stands beside the
-bitwise one, and how far its gradients are from those in relative L2, the largest of any rank.
+bitwise one, and how far its gradients are from those in relative L2, the largest of any rank. `--tune model` times them
+with the configuration that the autotuner chooses too, as `[uniep.tune] mode` sets it.
 """
 
 import argparse
@@ -32,7 +33,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import recipes  # noqa: F401  prepares the platform
 from recipes.backend import RoutedBackend, open_backend
-from recipes.config import UniEP
+from recipes.choices import TuneError, find_hardware
+from recipes.config import Tune, UniEP
 from recipes.experts import UniEPMoE
 from recipes.records import commit, versions
 from tools.command import end_with
@@ -41,8 +43,8 @@ from uniep.shapes import MoEShape, ShapeError
 
 ROOT = Path(__file__).parents[1]
 SAMPLES, CALLS = 5, 20
-# The variant of --numerics-fast.
-FAST = "uniep fast"
+# The variants of --numerics-fast and --tune.
+FAST, TUNED = "uniep fast", "uniep tuned"
 # What each switch of the fused kernels is set to when it is measured.
 SWITCHES: dict[str, dict[str, Any]] = {
     "relay off": {"copy_per_expert": True},
@@ -217,8 +219,11 @@ def relative_errors(want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str
 def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     with_backward = options.passes == "both"
 
-    def opened(name: Any, switch: dict[str, Any] | None = None, numerics: Any = "bitwise") -> RoutedBackend:
-        section = replace(UniEP(), symmetric_memory=options.memory, numerics=numerics)
+    def opened(
+        name: Any, switch: dict[str, Any] | None = None, numerics: Any = "bitwise", mode: Any = "off"
+    ) -> RoutedBackend:
+        tune = replace(Tune(), mode=mode, hardware=options.hardware)
+        section = replace(UniEP(), symmetric_memory=options.memory, numerics=numerics, tune=tune)
         return open_backend(
             name,
             layer.shape,
@@ -241,6 +246,8 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
         backends |= {switch: opened("uniep", settings) for switch, settings in SWITCHES.items()}
     if options.numerics_fast:
         backends[FAST] = opened("uniep", numerics="fast")
+    if options.tune != "off":
+        backends[TUNED] = opened("uniep", mode=options.tune)
     blocks = {"stock": block(stock)} | {n: block(UniEPMoE(stock, b, ep_mesh=mesh)) for n, b in backends.items()}
     want = blocks["stock"].results()
     unequal = {name: unequal_results(want, blocks[name].results()) for name in backends if name != FAST}
@@ -287,6 +294,9 @@ def report(row: dict[str, Any]) -> str:
             extra += f"  {name} {'UNEQUAL BITS' if name in unequal else f'{ms:.3f}'}"
     if not row["reference_bits_equal"]:
         extra += f"  reference UNEQUAL BITS: {unequal['reference']}"
+    if (ms := row.get("uniep_tuned_ms")) is not None:
+        gain = f"{ms:.3f} ms, {row['stock_ms'] / ms:.2f}x stock"
+        extra += f"  tuned {'UNEQUAL BITS' if TUNED in unequal else gain}"
     if "uniep_fast_ms" in row:
         worst = max(row["fast_relative_errors"], key=row["fast_relative_errors"].get)
         extra += (
@@ -343,6 +353,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
     parser.add_argument("--switches", action="store_true", help="also time each measuring switch")
     parser.add_argument("--numerics-fast", action="store_true", help='also time numerics = "fast" (with --pass both)')
+    parser.add_argument(
+        "--tune", choices=("off", "model", "measured"), default="off", help="also time the tuned kernels"
+    )
+    parser.add_argument("--hardware", help="for --tune: a file of tools.calibrate; without it the package's own")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.numerics_fast and options.passes != "both":
@@ -355,6 +369,12 @@ def main(argv: list[str]) -> int:
     if torch.cuda.device_count() < options.ep:
         print(f"error: --ep must be at most the GPUs of this machine = {torch.cuda.device_count()}, got {options.ep}: "
               "the benchmark needs GPUs", file=sys.stderr)  # fmt: skip
+        return 2
+    try:
+        if options.tune != "off":
+            find_hardware(options.hardware, torch.cuda.get_device_name())
+    except TuneError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     if "LOCAL_RANK" in os.environ:
         return work(options, argv)

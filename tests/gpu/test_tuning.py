@@ -38,7 +38,7 @@ def test_steps_of_all_buckets(mode: Any, score_before_experts: bool, tmp_path) -
     options = Tune(
         mode=mode, bucket_tokens=1024, cache=str(tmp_path), num_candidates=3, watch_calls=1, watch_samples=1000
     )
-    tuner = open_tuner(heap, None, base=base, options=options, score_before_experts=score_before_experts)
+    tuner, _ = open_tuner(heap, None, base=base, options=options, score_before_experts=score_before_experts)
     before = num_compiled()
     for num_tokens in (200, 1024, 1025, 2500, 4096):
         inputs = LayerInputs.draw(heap, num_tokens)

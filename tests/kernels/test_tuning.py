@@ -154,7 +154,7 @@ def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pyte
     base = of_tile("narrow")
     starts = []
     for _ in range(2):
-        tuner = open_tuner(heap, None, base=base, options=options, score_before_experts=False)
+        tuner, _ = open_tuner(heap, None, base=base, options=options, score_before_experts=False)
         starts.append([tuner.config(num_tokens) for num_tokens in (5, 12)])
     assert starts[0] == starts[1]
     # Two configurations for each of two buckets, once.
