@@ -18,9 +18,12 @@ from uniep.symmetric.heap import SymmetricHeap
 _PAUSE_CYCLES = 5_000_000
 
 
-def let_host_run_ahead() -> None:
-    """Holds the GPU for a moment, in which the host launches what is then timed: the time holds no launch latency."""
+def start_together(group: dist.ProcessGroup | None) -> None:
+    """Holds the GPU for a moment, in which the host launches what is then timed: the time holds no launch latency.
+    Then the ranks meet on their GPUs: clocks differ, so the moment does, by up to a fifth on hot ones."""
     torch.cuda._sleep(_PAUSE_CYCLES)
+    if group is not None:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def measure_layer(
             torch.cuda.synchronize()
         if group is not None:
             dist.barrier(group)
-        let_host_run_ahead()
+        start_together(group)
         results, events = run_layer(
             inputs,
             heap,

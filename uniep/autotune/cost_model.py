@@ -3,6 +3,7 @@
 Bytes over GB/s are nanoseconds; every bandwidth is turned into bytes a microsecond where it is looked up.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
@@ -23,8 +24,8 @@ _TAIL_TILES = 0.5
 _EPILOGUE_COLS = 256
 # What the exchange sends with: uniep.kernels.exchange_routing.
 _EXCHANGE_PROGRAMS, _EXCHANGE_WARPS = 16, 4
-# Products of R x D x F that a forward and its backward have computed when a step ends.
-_PRODUCTS_UNTIL = {"up": 2, "down": 3, "down_grad": 4, "wgrad": 7, "up_grad": 9}
+# Products of R x D x F that a forward and its backward have computed when a step begins and when it ends.
+_PRODUCTS = {"up": (0, 2), "down": (2, 3), "down_grad": (3, 4), "wgrad": (4, 7), "up_grad": (7, 9)}
 
 # The steps of a layer that take time, in their order. "wgrad" holds the gradient of the scores, which runs before it.
 FORWARD = ("exchange", "plan", "up", "down")
@@ -107,11 +108,14 @@ class _Gemm:
 
 
 def _hot(step: str, work: Workload, hardware: Hardware) -> float:
-    """How much longer Tensor Cores take. A GPU that has computed for some milliseconds meets its limit of power and
-    lowers its clock: a layer begins with a cool GPU, and the longer it computes, the smaller that part of it is."""
+    """How much longer Tensor Cores take. A layer begins with a cool GPU; one that has computed for some milliseconds
+    meets its limit of power and lowers its clock, the further the longer, down to what it can do for ever."""
     constants = hardware.constants
-    tflop = 2e-12 * _PRODUCTS_UNTIL[step] * work.num_rows * work.shape.dim * work.shape.hidden_dim
-    return 1.0 + constants["hot_share"] * max(1.0 - constants["hot_tflop"] / tflop, 0.0)
+    share, tflop = constants["hot_share"], constants["hot_tflop"]
+    product = 2e-12 * work.num_rows * work.shape.dim * work.shape.hidden_dim / tflop
+    begin, end = (count * product for count in _PRODUCTS[step])
+    # The mean over the step.
+    return 1.0 + share * (1.0 - (math.exp(-begin) - math.exp(-end)) / (end - begin))
 
 
 def _gemm(

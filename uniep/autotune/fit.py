@@ -83,7 +83,7 @@ def start_constants() -> dict[str, float]:
     constants = {
         "launch_us": 6.0, "chunk_us": 5.0, "mark_us": 3.0,
         "send_share": 1.0, "relay_share": 0.7, "link_gbs": 330.0, "reduce_share": 1.0,
-        "memory_share": 0.1, "beside_share": 0.6, "hot_share": 0.1, "hot_tflop": 2.0,
+        "memory_share": 0.1, "beside_share": 0.6, "hot_share": 0.4, "hot_tflop": 12.0,
         "exchange.fixed_us": 30.0, "plan.fixed_us": 30.0, "plan.gbs": 500.0,
         "scores.fixed_us": 20.0, "scores.gbs": 3000.0, "wgrad.step_us": 0.33, "wgrad.tile_us": 3.4,
     }  # fmt: skip
