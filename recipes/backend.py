@@ -39,24 +39,25 @@ class RoutedBackend:
         name: the backend that runs.
         run: (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, *, score_before_experts) -> out_TD.
         facts: what the record of a run says about it.
+        start_up: what opening it took, in seconds.
+        check: raises what a kernel that gave up a wait has left; waits for the device.
         close: gives back what it holds; all ranks call it together, after the last step.
         timeline: where `run` records its kernels while it is recording, or None.
         metrics: numbers of the last steps, for the log.
-        layout: of the symmetric memory that all layers share, or None.
+        layout: of the memory that all layers share, or None.
+        symmetric_gib: device memory that it holds outside torch's allocator.
     """
 
     name: str
     run: Callable[..., Tensor]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    start_up: Mapping[str, float] = field(default_factory=dict)
+    check: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
     timeline: Timeline | None = None
     metrics: Callable[[], Mapping[str, float]] = dict
     layout: HeapLayout | None = None
-
-    @property
-    def symmetric_gib(self) -> float:
-        """Device memory that it holds outside torch's allocator."""
-        return self.layout.num_bytes / 2**30 if self.layout else 0.0
+    symmetric_gib: float = 0.0
 
     def of_layer(self, number: int) -> "RoutedBackend":
         """The same for one layer: with room for its own number of rows, and only the first can be recorded."""
@@ -178,13 +179,22 @@ def open_backend(
         "compiled": compiled,
         "timeline": timeline,
     }
+    backend = RoutedBackend(
+        name,
+        fused_moe,
+        facts,
+        check=heap.check,
+        close=heap.close,
+        timeline=timeline,
+        layout=layout,
+        symmetric_gib=heap_gib if group is not None else 0.0,  # of one rank it is torch's own
+    )
     tune = options.tune
     if tune.mode != "off":
-        tune = resolve_tune(tune, torch.cuda.get_device_name(device))
+        tune = resolve_tune(tune, torch.cuda.get_device_properties(device).name)
     if tune.mode == "off":
-        run = functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more)
-        return RoutedBackend(name, run, facts, heap.close, timeline, layout=layout)
-    tuner, tune_facts = open_tuner(
+        return replace(backend, run=functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more))
+    tuner, took_s = open_tuner(
         heap,
         group,
         base=config,
@@ -193,8 +203,13 @@ def open_backend(
         fast=more["fast"],
         compiled=compiled,
     )
-    run = functools.partial(tuner.run, **more)
-    return RoutedBackend(name, run, facts | {"tune": tune_facts}, heap.close, timeline, tuner.metrics, layout)
+    return replace(
+        backend,
+        run=functools.partial(tuner.run, **more),
+        facts=facts | {"tune": tuner.facts()},
+        start_up=took_s,
+        metrics=tuner.metrics,
+    )
 
 
 def open_heap(

@@ -36,7 +36,7 @@ def check_config(config: JobConfig, world_size: int) -> None:
     _check_modules(config)
     _check_model(config)
     batch_ranks = _check_parallelism(config, world_size)
-    _check_training(config)
+    _check_training(config, world_size)
     try:
         backend = resolve_backend(config, world_size)
     except BackendError as error:
@@ -78,6 +78,10 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("lr_scheduler", "warmup_steps", "at least 0", lambda value: value >= 0),
     ("lr_scheduler", "decay_ratio", "0 to 1", lambda value: 0 <= value <= 1),
     ("lr_scheduler", "min_lr_factor", "0 to 1", lambda value: 0 <= value <= 1),
+    ("lr_scheduler", "total_steps", "at least 1", lambda value: value >= 1),
+    ("validation", "freq", "at least 1", lambda value: value >= 1),
+    ("validation", "local_batch_size", "1 to 2^24", lambda value: 1 <= value <= 1 << 24),
+    ("activation_checkpoint", "memory_budget", "0 to 1", lambda value: 0 <= value <= 1),
     ("checkpoint", "interval", "at least 1", lambda value: value >= 1),
     ("checkpoint", "keep_latest_k", "0, for all, or at least 2", lambda value: value == 0 or value >= 2),
     ("comm", "init_timeout_seconds", "at least 1", lambda value: value >= 1),
@@ -110,11 +114,11 @@ def _check_ranges(config: JobConfig) -> None:
 
 def _check_model(config: JobConfig) -> None:
     model = config.model
-    if model.name == JobConfig().model.name:  # TorchTitan's default, which is no MoE
-        raise ConfigError(f"[model] name must be given, one of {', '.join(FAMILIES)}")
     if model.name not in FAMILIES:
+        default = ", TorchTitan's default" if model.name == JobConfig().model.name else ""
         raise ConfigError(
-            f'[model] name must be one of {", ".join(FAMILIES)}, got "{model.name}"{_near(model.name, FAMILIES)}'
+            f'[model] name must be one of {", ".join(FAMILIES)}, got "{model.name}"{default}'
+            f"{_near(model.name, FAMILIES)}"
         )
     flavors = FAMILIES[model.name].model_args
     if model.flavor not in flavors:
@@ -137,21 +141,33 @@ def _check_model(config: JobConfig) -> None:
         )
 
 
-def _check_training(config: JobConfig) -> None:
+def _check_training(config: JobConfig, world_size: int) -> None:
     training, parallelism = config.training, config.parallelism
     ac = config.activation_checkpoint
-    if ac.selective_ac_option != "op" and not ac.selective_ac_option.isdigit():
+    if ac.selective_ac_option != "op" and not (ac.selective_ac_option.isascii() and ac.selective_ac_option.isdecimal()):
         raise ConfigError(
             '[activation_checkpoint] selective_ac_option must be "op" or a whole number, '
             f'got "{ac.selective_ac_option}"'
+        )
+    compiles = config.compile.enable and "model" in config.compile.components
+    if ac.mode == "memory_budget" and not compiles:
+        raise ConfigError(
+            '[activation_checkpoint] mode must not be "memory_budget" without [compile] enable = true and "model" in '
+            f'its components, got "{ac.mode}"'
         )
     if training.dataloader.num_workers not in (0, 1):
         raise ConfigError(
             "[training.dataloader] num_workers must be 0 or 1, because each worker of TorchTitan's data loader reads "
             f"all texts, got {training.dataloader.num_workers}"
         )
-    _check_checkpoint(config)
+    if config.optimizer.early_step_in_backward and parallelism.expert_parallel_degree > 1:
+        raise ConfigError(
+            "[optimizer] early_step_in_backward must be false with [parallelism] expert_parallel_degree > 1, got true"
+        )
+    _check_checkpoint(config, world_size)
+    _check_compile(config)
     _check_profiling(config)
+    _check_validation(config)
     if late := [step for step in config.uniep.timeline_steps if step > training.steps]:
         raise ConfigError(
             f"[uniep] timeline_steps must be steps up to [training] steps = {training.steps}, got {late[0]}"
@@ -175,13 +191,21 @@ def _check_training(config: JobConfig) -> None:
         )
 
 
-def _check_checkpoint(config: JobConfig) -> None:
+def _check_checkpoint(config: JobConfig, world_size: int) -> None:
     checkpoint = config.checkpoint
     if not checkpoint.enable:
         return
+    if checkpoint.create_seed_checkpoint and world_size > 1:
+        raise ConfigError(
+            f"[checkpoint] create_seed_checkpoint must be false with more ranks than one, got true with {world_size} "
+            "(NNODES * NGPU)"
+        )
     loaded = checkpoint.initial_load_path
-    if loaded and "://" not in loaded and not Path(loaded).is_dir():
-        raise ConfigError(f'[checkpoint] initial_load_path must be a folder, got "{loaded}"')
+    if loaded and "://" not in loaded:
+        if not Path(loaded).is_dir():
+            raise ConfigError(f'[checkpoint] initial_load_path must be a folder, got "{loaded}"')
+        if not checkpoint.initial_load_in_hf and not Path(loaded, ".metadata").is_file():
+            raise ConfigError(f'[checkpoint] initial_load_path must be a checkpoint\'s step-N, got "{loaded}"')
     folder = Path(config.job.dump_folder, checkpoint.folder)
     # Without a folder TorchTitan would train from the start.
     if checkpoint.load_step != -1 and not (folder / f"step-{checkpoint.load_step}").is_dir():
@@ -201,6 +225,36 @@ def _check_profiling(config: JobConfig) -> None:
         raise ConfigError(
             f"[profiling] profile_freq must be at least profiler_warmup + profiler_active = {cycle}, "
             f"got {profiling.profile_freq}"
+        )
+
+
+def _check_compile(config: JobConfig) -> None:
+    if not config.compile.enable:
+        return
+    if unknown := [name for name in config.compile.components if name not in ("model", "loss")]:
+        raise ConfigError(f'[compile] components must be of "model", "loss", got "{unknown[0]}"')
+    backend = config.compile.backend
+    if backend not in torch._dynamo.list_backends(exclude_tags=None):
+        usual = torch._dynamo.list_backends()
+        raise ConfigError(
+            f'[compile] backend must be one of {", ".join(usual)}, got "{backend}"{_near(backend, usual)}'
+        )
+
+
+def _check_validation(config: JobConfig) -> None:
+    validation, training, parallelism = config.validation, config.training, config.parallelism
+    if not validation.enable:
+        return
+    if FAMILIES[config.model.name].build_validator_fn is None:
+        raise ConfigError(
+            f'[validation] enable must be false for [model] name = "{config.model.name}", which TorchTitan cannot '
+            "validate, got true"
+        )
+    divisor = 2 * parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    if not 1 <= validation.seq_len <= training.seq_len or validation.seq_len % divisor:
+        raise ConfigError(
+            f"[validation] seq_len must be up to [training] seq_len = {training.seq_len} and divisible by 2 * "
+            f"tensor_parallel_degree * context_parallel_degree = {divisor}, got {validation.seq_len}"
         )
 
 
@@ -338,7 +392,7 @@ def _check_tune(options: Tune) -> None:
         )
     try:
         if options.mode != "off":
-            find_hardware(options.hardware, properties.name)
+            find_hardware(options.hardware, properties.name, properties.multi_processor_count)
         if options.mode == "measured" and options.cache is not None:
             _check_cache(options.cache)
         fixed_by_hand(default_config(device), options)

@@ -17,12 +17,22 @@ class TuneError(ValueError):
     """A [uniep.tune] section that cannot work; the text names the key, the rule and the value."""
 
 
-def find_hardware(path: str | None, device_name: str) -> Hardware:
+def find_hardware(path: str | None, device_name: str, num_multiprocessors: int) -> Hardware:
     """The description in a file, or the package's own of this GPU.
 
     Raises:
         TuneError: there is none, or the file is of another GPU.
     """
+    hardware = _hardware_of(path, device_name)
+    if hardware.num_multiprocessors != num_multiprocessors:
+        raise TuneError(
+            f"[uniep.tune] hardware must be of a GPU with this one's {num_multiprocessors} multiprocessors, "
+            f"got {hardware.num_multiprocessors} in {path or hardware.name}"
+        )
+    return hardware
+
+
+def _hardware_of(path: str | None, device_name: str) -> Hardware:
     if path is None:
         known = list(shipped())
         for hardware in known:
@@ -34,7 +44,7 @@ def find_hardware(path: str | None, device_name: str) -> Hardware:
             f'know (it knows {names}), got none on "{device_name}"'
         )
     try:
-        hardware = Hardware.load(Path(path).expanduser())
+        hardware = Hardware.load(Path(path))
         kernel_space(hardware)
     except HardwareError as error:
         raise TuneError(f"[uniep.tune] hardware: {error}") from None

@@ -23,7 +23,8 @@ class Checkpoint:
 
 @dataclass
 class DispatchRoles:
-    """A launch of dispatch + GEMM by hand. None leaves a value to [uniep.tune] mode."""
+    """A launch of dispatch + GEMM by hand. With mode = "off" None is the default's value; in other modes the launch is
+    given whole, or left to the mode."""
 
     tile: Literal["wide4", "wide3", "narrow"] | None = None
     """128 x 256 with 4 or 3 stages, or 128 x 128 and two programs a multiprocessor."""
@@ -37,7 +38,7 @@ class DispatchRoles:
 
 @dataclass
 class CombineRoles:
-    """A launch of GEMM + combine by hand. None leaves a value to [uniep.tune] mode."""
+    """A launch of GEMM + combine by hand, as in DispatchRoles."""
 
     tile: Literal["wide4", "wide3", "narrow"] | None = None
     """As in DispatchRoles."""

@@ -93,33 +93,39 @@ def check_data(job_config: JobConfig, num_readers: int) -> None:
     Args:
         num_readers: data-parallel ranks, each of which needs a text of its own.
     """
-    name, path = job_config.training.dataset.lower(), job_config.training.dataset_path
+    _check_dataset("training", job_config.training, num_readers)
+    if job_config.validation.enable:
+        _check_dataset("validation", job_config.validation, num_readers)
+
+
+def _check_dataset(section: str, options: Any, num_readers: int) -> None:
+    name, path = options.dataset.lower(), options.dataset_path
     # TorchTitan's own test data lies in its repository, not in its package.
     known = [n for n in sorted(DATASETS) if n != "c4_test" or Path(path or DATASETS[n].path).is_dir()]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         raise DataError(
-            f'[training] dataset must be one of {", ".join(known)}, got "{name}"'
+            f'[{section}] dataset must be one of {", ".join(known)}, got "{name}"'
             + (f"; did you mean {near[0]}?" if near else "")
         )
     if name == EMBEDDED and path:
         raise DataError(
-            f'[training] dataset_path is read with dataset = "{LOCAL}", got dataset = "{name}" and "{path}"'
+            f'[{section}] dataset_path is read with dataset = "{LOCAL}", got dataset = "{name}" and "{path}"'
         )
     if name != LOCAL:
         return
     if not path:
-        raise DataError(f'[training] dataset_path must name text files for dataset = "{LOCAL}", got nothing')
+        raise DataError(f'[{section}] dataset_path must name text files for dataset = "{LOCAL}", got nothing')
     files = local_files(path)
     try:
         num_texts = sum(1 for text in _first_texts(path, files) if text.strip())
     except _UNREADABLE as error:
         raise _unreadable(path, files, error) from error
     if not num_texts:
-        raise DataError(f'[training] dataset_path must hold text, got "{path}" with none in its first records')
+        raise DataError(f'[{section}] dataset_path must hold text, got "{path}" with none in its first records')
     if num_texts < num_readers:
         raise DataError(
-            f"[training] dataset_path must hold a text for each of {num_readers} data-parallel ranks, "
+            f"[{section}] dataset_path must hold a text for each of {num_readers} data-parallel ranks, "
             f'got "{path}" with {num_texts}'
         )
 

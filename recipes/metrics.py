@@ -6,6 +6,7 @@ import functools
 import os
 import statistics
 import time
+from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ from uniep.shapes import MoEShape
 
 # Names for which torchtitan.tools.utils.get_peak_flops has a peak; for any other it assumes an A100's.
 _KNOWN_PEAK = ("A100", "H100", "H200", "H20", "B200", "MI355X", "MI300X", "MI325X", "MI250X", "Max 1550", "l40s")
+
+# Steps whose median is logged: the time that it takes does not grow with the run.
+_NUM_RATES = 1000
 
 
 class RecipeMetrics(MetricsProcessor):
@@ -57,7 +61,9 @@ class RecipeMetrics(MetricsProcessor):
         self._moe: StepTimer | None = None
         self._expert_load: ExpertLoadCounter | None = None
         self._wandb: WandbLogger | None = None
-        self._rates: list[float] = []
+        # Of the last steps, without the first of this process.
+        self._rates: deque[float] = deque(maxlen=_NUM_RATES)
+        self._is_first_step = True
         self._started = time.perf_counter()
         self._tokens_since_console = 0
         self._seconds_since_console = 0.0
@@ -92,7 +98,7 @@ class RecipeMetrics(MetricsProcessor):
     def _is_logged(self, step: int) -> bool:
         """Whether a step goes to the console and the other logs: also the first one of a process, which compiles and
         warms up and so stands for itself, and the last one."""
-        return super().should_log(step) or not self._rates or step == self.job_config.training.steps
+        return super().should_log(step) or self._is_first_step or step == self.job_config.training.steps
 
     def log(
         self,
@@ -130,18 +136,20 @@ class RecipeMetrics(MetricsProcessor):
             expert_load=load,
         )
         if self._records is not None:
-            if not self._rates:
-                self._records.note(backend=self._backend())
+            if self._is_first_step:
+                self._records.note(backend=self._backend(), start_up_s=self._routed.start_up if self._routed else {})
             self._records.write_step(record)
 
         self._tokens_since_console += tokens
         self._seconds_since_console += step_time_s
-        self._rates.append(tokens_per_second)
+        if not self._is_first_step:
+            self._rates.append(tokens_per_second)
         self._data_loading_since_console += record.data_loading_s
         if is_logged:
             self._log_interval(record, global_max_loss, memory, extra)
             self._tokens_since_console = 0
             self._seconds_since_console = self._data_loading_since_console = 0.0
+        self._is_first_step = False
         if self._expert_load is not None:
             self._expert_load.enabled = self._is_logged(step + 1)
         self.data_loading_times.clear()
@@ -168,7 +176,7 @@ class RecipeMetrics(MetricsProcessor):
 
     def _log_interval(self, record: StepRecord, global_max_loss: float, memory: Any, extra: dict[str, Any]) -> None:
         tokens_per_second = self._tokens_since_console / self._seconds_since_console
-        median_per_second = statistics.median(self._rates[1:] or self._rates)
+        median_per_second = statistics.median(self._rates or [record.tokens_per_second])
         per_device = tokens_per_second / self.parallel_dims.world_size
         config = self.job_config
         progress = Progress(

@@ -58,7 +58,7 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
             MoEShape(
                 args.moe_args.num_experts, args.moe_args.top_k, args.dim, args.moe_inter_dim, ep_degree=parallel_dims.ep
             ),
-            max_tokens=job_config.training.local_batch_size * job_config.training.seq_len // parallel_dims.cp,
+            max_tokens=_max_tokens(job_config) // parallel_dims.cp,
             ep_mesh=ep_mesh,
             options=job_config.uniep,
             score_before_experts=args.moe_args.score_before_experts,
@@ -96,6 +96,15 @@ def _num_layers_waiting(model: nn.Module, job_config: JobConfig) -> int:
     ):
         return 1
     return max(sum(bool(block.moe_enabled) for block in _blocks(model)), 1)
+
+
+def _max_tokens(job_config: JobConfig) -> int:
+    """Of a rank in a microbatch, before the sequence is shared out for context parallelism."""
+    training, validation = job_config.training, job_config.validation
+    num_tokens = training.local_batch_size * training.seq_len
+    if validation.enable:
+        num_tokens = max(num_tokens, validation.local_batch_size * validation.seq_len)
+    return num_tokens
 
 
 def _compiles_model(job_config: JobConfig) -> bool:

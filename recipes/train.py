@@ -9,6 +9,7 @@ from torch import Tensor
 from torchtitan import train
 from torchtitan.config import JobConfig
 
+from recipes.backend import RoutedBackend
 from recipes.checks import ConfigError, check_config
 from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
@@ -39,6 +40,9 @@ class RecipeTrainer(train.Trainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         self._timeline.begin(self.step)
         super().train_step(data_iterator)
+        # Before a checkpoint could keep what a launch that gave up has left.
+        for backend in self._backends():
+            backend.check()
         self.metrics_processor.add_timeline_files(self._timeline.end(self.step))
         if self.step == self.job_config.training.steps:
             self.metrics_processor.note_weights(self.step, fingerprints(self.model_parts))
@@ -47,9 +51,12 @@ class RecipeTrainer(train.Trainer):
         super().close()
         if sys.exc_info()[0] is not None:
             return  # A failed rank comes alone, and giving back symmetric memory waits for all.
-        for part in getattr(self, "model_parts", []):
-            if backend := routed_backend(part):
-                backend.close()
+        for backend in self._backends():
+            backend.close()
+
+    def _backends(self) -> list[RoutedBackend]:
+        parts = getattr(self, "model_parts", [])  # missing where the start failed
+        return [backend for part in parts if (backend := routed_backend(part))]
 
 
 class _Parsed:

@@ -304,18 +304,19 @@ def open_tuner(
     score_before_experts: bool,
     fast: bool = False,
     compiled: bool = False,
-) -> tuple[Tuner, dict[str, Any]]:
+) -> tuple[Tuner, dict[str, float]]:
     """Chooses for all buckets and compiles what they need. All ranks of the group call it together.
 
     Returns:
-        the tuner, and for the record of a run its facts and the seconds that choosing and compiling took.
+        the tuner, and the seconds that choosing and compiling took.
 
     Raises:
         TuneError: there is no description of this GPU.
     """
     start = time.perf_counter()
     shape, max_tokens = heap.layout.shape, heap.layout.max_tokens
-    hardware = find_hardware(options.hardware, torch.cuda.get_device_name(heap.device))
+    gpu = torch.cuda.get_device_properties(heap.device)
+    hardware = find_hardware(options.hardware, gpu.name, gpu.multi_processor_count)
     buckets = Buckets(options.bucket_tokens, max_tokens)
     space = tuned_space(hardware, base, fast=fast)
     agree = agree_through(group)
@@ -336,12 +337,12 @@ def open_tuner(
     del inputs
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    took = {"chosen_in_s": chosen - start, "compiled_in_s": time.perf_counter() - chosen}
+    choosing_s, compiling_s = chosen - start, time.perf_counter() - chosen
     logger.info(
-        f"Tuner: {len(buckets.all())} buckets of {buckets.tokens} tokens chosen in {1e3 * took['chosen_in_s']:.0f} ms "
-        f'(mode = "{options.mode}", {hardware.name}), kernels compiled in {took["compiled_in_s"]:.1f} s'
+        f"Tuner: {len(buckets.all())} buckets of {buckets.tokens} tokens chosen in {1e3 * choosing_s:.0f} ms "
+        f'(mode = "{options.mode}", {hardware.name}), kernels compiled in {compiling_s:.1f} s'
     )
-    return tuner, tuner.facts() | took
+    return tuner, {"tuner_chose": choosing_s, "tuner_compiled": compiling_s}
 
 
 def _measured(
@@ -357,7 +358,7 @@ def _measured(
 ) -> dict[int, Choice]:
     """From the cache of the first rank, else by timing; the first rank then keeps it."""
     shape = heap.layout.shape
-    kernels = {"commit": commit(), **numerics}
+    kernels = {"commit": commit(), "num_candidates": options.num_candidates, **numerics}
     found = {name: str(value) for name, value in {**versions(), **kernels}.items()}
     key = CacheKey(shape, hardware.fingerprint, found, options.mode, buckets.tokens, buckets.max_tokens)
     folder = Path(options.cache).expanduser() if options.cache is not None else None

@@ -44,7 +44,7 @@ from uniep.shapes import MoEShape, ShapeError
 ROOT = Path(__file__).parents[1]
 SAMPLES, CALLS = 5, 20
 # The variants of --numerics-fast and --tune.
-FAST, TUNED = "uniep fast", "uniep tuned"
+FAST, TUNED_VARIANT = "uniep fast", "uniep tuned"
 # What each switch of the fused kernels is set to when it is measured.
 SWITCHES: dict[str, dict[str, Any]] = {
     "relay off": {"copy_per_expert": True},
@@ -247,7 +247,7 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
     if options.numerics_fast:
         backends[FAST] = opened("uniep", numerics="fast")
     if options.tune != "off":
-        backends[TUNED] = opened("uniep", mode=options.tune)
+        backends[TUNED_VARIANT] = opened("uniep", mode=options.tune)
     blocks = {"stock": block(stock)} | {n: block(UniEPMoE(stock, b, ep_mesh=mesh)) for n, b in backends.items()}
     want = blocks["stock"].results()
     unequal = {name: unequal_results(want, blocks[name].results()) for name in backends if name != FAST}
@@ -256,7 +256,9 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
     del want
     peaks = {name: peak_gib(name, blocks) for name in ("stock", "uniep", FAST) if name in blocks}
     times = time_interleaved({**blocks, "gemm": grouped_gemms(stock, layer, with_backward)})
-    heap_gib = float(backends["uniep"].facts["heap_gib"])
+    layout = backends["uniep"].layout
+    assert layout is not None
+    heap_gib = layout.num_bytes / 2**30
     for backend in backends.values():
         backend.close()
     shape = layer.shape
@@ -296,7 +298,7 @@ def report(row: dict[str, Any]) -> str:
         extra += f"  reference UNEQUAL BITS: {unequal['reference']}"
     if (ms := row.get("uniep_tuned_ms")) is not None:
         gain = f"{ms:.3f} ms, {row['stock_ms'] / ms:.2f}x stock"
-        extra += f"  tuned {'UNEQUAL BITS' if TUNED in unequal else gain}"
+        extra += f"  tuned {'UNEQUAL BITS' if TUNED_VARIANT in unequal else gain}"
     if "uniep_fast_ms" in row:
         worst = max(row["fast_relative_errors"], key=row["fast_relative_errors"].get)
         extra += (
@@ -372,7 +374,8 @@ def main(argv: list[str]) -> int:
         return 2
     try:
         if options.tune != "off":
-            find_hardware(options.hardware, torch.cuda.get_device_name())
+            properties = torch.cuda.get_device_properties()
+            find_hardware(options.hardware, properties.name, properties.multi_processor_count)
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -72,7 +72,14 @@ def _refused(options: argparse.Namespace, overrides: list[str]) -> str | None:
             return f"what stands behind -- must leave the steps and the folders to --steps and --keep, got {override}"
     if options.keep and any(path.is_file() for path in (options.keep, *options.keep.parents)):
         return f"--keep must be a folder, got {options.keep}"
+    if options.keep and any(folder.exists() for folder in _folders(options)):
+        return f"--keep must be a folder without earlier runs, which these would go on from, got {options.keep}"
     return None
+
+
+def _folders(options: argparse.Namespace) -> list[Path]:
+    """Of the runs: one backend may stand there twice."""
+    return [options.keep / f"{index}-{backend}" for index, backend in enumerate(options.backends)]
 
 
 def main(argv: list[str]) -> int:
@@ -89,11 +96,11 @@ def main(argv: list[str]) -> int:
         return 2
     overrides = ["--training.steps", str(options.steps), *overrides]
 
-    scratch = options.keep or Path(tempfile.mkdtemp(prefix="bench_train_"))
-    scratch.mkdir(parents=True, exist_ok=True)
+    is_kept = options.keep is not None
+    options.keep = options.keep or Path(tempfile.mkdtemp(prefix="bench_train_"))
+    options.keep.mkdir(parents=True, exist_ok=True)
     rows, baseline = [], None
-    # One backend may stand there twice.
-    folders = [scratch / f"{index}-{backend}" for index, backend in enumerate(options.backends)]
+    folders = _folders(options)
     for backend, folder in zip(options.backends, folders, strict=True):
         train(options.config, backend, folder, overrides)
         row = {"backend": backend, **summarize(folder)}
@@ -125,8 +132,8 @@ def main(argv: list[str]) -> int:
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=2) + "\n")
-    if not options.keep:
-        shutil.rmtree(scratch)
+    if not is_kept:
+        shutil.rmtree(options.keep)
     return 0 if all(row.get("identical", True) for row in rows) else 1
 
 

@@ -228,10 +228,10 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def check_counts(**counts: list[int]) -> None:
-    """Raises ArgumentTypeError where a count is not positive."""
+    """Raises ArgumentTypeError where a count is not positive, or as large as no layer's."""
     for option, values in counts.items():
-        if wrong := [value for value in values if value < 1]:
-            raise argparse.ArgumentTypeError(f"--{option} must be at least 1, got {wrong[0]}")
+        if wrong := [value for value in values if not 1 <= value <= 1 << 24]:
+            raise argparse.ArgumentTypeError(f"--{option} must be 1 to 2^24, got {wrong[0]}")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -261,14 +261,20 @@ def main(argv: list[str]) -> int:
         _check(options)
         if options.fit:
             measured = Calibration.load(options.fit)
-            more = [sample for path in options.more for sample in Calibration.load(path).samples]
+            others = [Calibration.load(path) for path in options.more]
+            gpu = (measured.name, measured.num_multiprocessors)
+            if wrong := [found for one in others if (found := (one.name, one.num_multiprocessors)) != gpu]:
+                raise HardwareError(f"--more must be of the GPU of --fit, {gpu}, got {wrong[0]}")
+            measured = replace(measured, samples=tuple(s for one in (measured, *others) for s in one.samples))
+            num_layers = len({sample.shape for sample in measured.samples})
+            if options.left_out and num_layers < 2:
+                raise HardwareError(f"--left-out must have samples of two layers or more, got {num_layers}")
         else:
             named_shapes(options.shape, options.ep)
     except (ShapeError, HardwareError, argparse.ArgumentTypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.fit:
-        measured = replace(measured, samples=(*measured.samples, *more))
         finish(measured, options.out)
         if options.left_out:
             print("each layer by the fit of the others:")

@@ -183,7 +183,11 @@ def tune_layer(
 def work_on_rank(options: argparse.Namespace, argv: list[str]) -> int:
     device = join_ranks()
     try:
-        hardware = find_hardware(options.hardware, torch.cuda.get_device_name(device))
+        hardware = find_hardware(
+            options.hardware,
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_properties(device).multi_processor_count,
+        )
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -275,7 +279,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shape", nargs="+", help="names of benchmarks/moe_shapes.toml; without it all")
     parser.add_argument("--experts", type=int, help="cut the shapes to this many experts")
     parser.add_argument("--configs", type=int, default=200, help="configurations to measure of each launch (200)")
-    parser.add_argument("--calls", type=int, default=5, help="timed calls of a configuration (5)")
+    parser.add_argument("--calls", type=int, default=3, help="timed calls of a configuration (3)")
     parser.add_argument("--hardware", help="a file of tools.calibrate; without it the package's own")
     parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
     parser.add_argument("--out", type=Path, help="JSON file to write (benchmarks/tune_epW.json)")

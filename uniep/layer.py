@@ -1,6 +1,7 @@
 """The fused MoE layer: the only caller of the kernels."""
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Callable, Generator, Iterator
@@ -266,11 +267,17 @@ def _grad_scores(grad_TD: Tensor, y_TKD: Tensor, grad_scores_TK: Tensor, *, besi
         dots = torch.bmm(grad_TD.float().unsqueeze(1), y_TKD.float().transpose(1, 2))
         grad_scores_TK.copy_(dots.view_as(grad_scores_TK))
         return
-    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side, current = _side_stream(grad_TD.device), torch.cuda.current_stream()
     side.wait_event(beside)
     with torch.cuda.stream(side):
         launch_score_grad(grad_TD, y_TKD, grad_scores_TK)
     current.wait_stream(side)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for good: torch hands out the same few streams in turn, also to those who wait on theirs for long."""
+    return torch.cuda.Stream(device)
 
 
 def _grad_scores_before(grad_rows_TKD: Tensor, x_TD: Tensor, scores_TK: Tensor) -> Tensor:

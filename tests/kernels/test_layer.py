@@ -15,7 +15,7 @@ from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import HeapError, SymmetricHeap
-from uniep.symmetric.rendezvous import meet
+from uniep.symmetric.rendezvous import meet, say
 
 SHAPE = MoEShape(6, 3, 64, 32, 2)
 LAYOUT = HeapLayout(SHAPE, 7, tile_rows=16)
@@ -69,7 +69,7 @@ def test_rank_that_never_opens_is_named(tmp_path: Path) -> None:
         message = ""
         if heap.rank == 0:
             with pytest.raises(HeapError) as caught:
-                meet(LAYOUT, group, timeout_s=0.5)
+                meet(LAYOUT, group, "here", timeout_s=0.5)
             message = str(caught.value)
         dist.barrier()
         return message
@@ -81,12 +81,31 @@ def test_rank_with_another_layout_is_named(tmp_path: Path) -> None:
     def body(heap: SymmetricHeap) -> str:
         group = open_group(tmp_path, heap.rank)
         # Two heaps that pair are opened first: they must not be mistaken for the third.
-        meet(LAYOUT, group, timeout_s=20.0)
-        meet(LAYOUT, group, timeout_s=20.0)
+        meet(LAYOUT, group, "here", timeout_s=20.0)
+        meet(LAYOUT, group, "here", timeout_s=20.0)
         with pytest.raises(HeapError) as caught:
-            meet(HeapLayout(SHAPE, 7 + heap.rank), group, timeout_s=20.0)
+            meet(HeapLayout(SHAPE, 7 + heap.rank), group, "here", timeout_s=20.0)
         return str(caught.value)
 
     messages = run_ranks(LAYOUT, body)
-    assert messages[0].startswith("heap of rank 1 must be HeapLayout(")
+    assert messages[0].startswith("heap of rank 1 must be here, HeapLayout(")
     assert "max_tokens=8" in messages[0].split("got ")[1]
+
+
+def test_where_one_rank_cannot_go_on_all_know_and_take_the_other_way_together(tmp_path: Path) -> None:
+    def body(heap: SymmetricHeap) -> str:
+        group = open_group(tmp_path, heap.rank)
+        meet(LAYOUT, group, "one way", timeout_s=20.0)
+        message = ""
+        if heap.rank == 1:
+            say("out of memory", group)
+        else:
+            with pytest.raises(HeapError) as caught:
+                meet(LAYOUT, group, "one way, mapped", timeout_s=20.0)
+            message = str(caught.value)
+        meet(LAYOUT, group, "the other way", timeout_s=20.0)
+        return message
+
+    messages = run_ranks(LAYOUT, body)
+    assert messages[0].startswith("heap of rank 1 must be one way, mapped, HeapLayout(")
+    assert messages[0].endswith("as on rank 0, got out of memory")

@@ -3,6 +3,7 @@
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ SHAPE = MoEShape(4, 2, 40, 24, 2)
 LAYOUT = HeapLayout(SHAPE, 12, tile_rows=16)
 NUM_TOKENS = (12, 9)
 DEFAULT = default_config(torch.device("cpu"))
+H200 = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
 
 
 def random_config(generator: random.Random) -> KernelConfig:
@@ -146,7 +148,7 @@ def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("recipes.tuning.warm_up", lambda inputs, heap, config, **kwargs: warmed.append(config))
     monkeypatch.setattr("recipes.tuning.measure_layer", measure)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: H200)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: True)
@@ -184,7 +186,7 @@ def test_the_layers_of_an_opened_backend_run(mode: str, layer: int, monkeypatch:
     monkeypatch.setattr("recipes.backend.default_config", lambda device: of_tile("narrow"))
     monkeypatch.setattr("recipes.tuning.warm_up", lambda *_, **__: None)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: H200)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: True)
@@ -196,7 +198,9 @@ def test_the_layers_of_an_opened_backend_run(mode: str, layer: int, monkeypatch:
     inputs = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
     got = backend.run(*inputs, score_before_experts=False)
     assert torch.equal(got, fused_moe(*inputs, score_before_experts=False, heap=heaps[0], config=DEFAULT))
-    assert opened.symmetric_gib == heaps[0].layout.num_bytes / 2**30
+    assert opened.layout == heaps[0].layout
+    assert opened.symmetric_gib == 0.0, "one rank's is torch's own memory, which is counted already"
+    assert opened.start_up.keys() == ({"tuner_chose", "tuner_compiled"} if mode == "model" else set())
     rooms = [opened.of_layer(layer).run.keywords["room"] for _ in range(2)]  # type: ignore[attr-defined]
     assert rooms[0] is not rooms[1]
 

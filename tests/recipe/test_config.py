@@ -14,6 +14,7 @@ from recipes import backend as backend_module
 from recipes.checks import check_config
 from recipes.config import UniEP
 from recipes.load import ConfigError, load_config
+from recipes.parallelize import _max_tokens
 from tests.recipe.runs import ROOT, TOKENIZER
 from uniep.autotune.hardware import TILES, shipped
 from uniep.kernels.config import KernelConfig
@@ -467,7 +468,7 @@ def test_numerics_are_fast_by_name_only(numerics, monkeypatch):
 @pytest.mark.parametrize(("numerics", "fast"), [("bitwise", False), ("fast", True)])
 def test_numerics_reach_the_layer_and_the_record(numerics, fast, monkeypatch):
     given = {}
-    heap = types.SimpleNamespace(close=lambda: None)
+    heap = types.SimpleNamespace(check=lambda: None, close=lambda: None)
     monkeypatch.setattr(backend_module, "open_heap", lambda *_: (heap, "none"))
     monkeypatch.setattr(backend_module, "default_config", lambda _: KernelConfig(num_programs=1))
     monkeypatch.setattr(backend_module, "fused_moe", lambda **options: given.update(options))
@@ -776,3 +777,50 @@ def test_hardware_without_a_timed_tile(tmp_path, on_gpu):
     partial.save(path)
     section = tune_section(f'[uniep.tune]\nmode = "model"\nhardware = "{path}"\n', tmp_path)
     assert "[uniep.tune] hardware: down must have a tile that was timed" in says(BF16, config=section)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--model.name=llama3"], 'name must be one of qwen3, deepseek_v3, got "llama3", TorchTitan\'s default'),
+        (
+            ["--activation_checkpoint.mode=memory_budget"],
+            '[activation_checkpoint] mode must not be "memory_budget" without [compile] enable = true',
+        ),
+        (["--activation_checkpoint.selective_ac_option=²"], "[activation_checkpoint] selective_ac_option must be"),
+        (["--activation_checkpoint.memory_budget=7"], "[activation_checkpoint] memory_budget must be 0 to 1, got 7.0"),
+        (["--optimizer.early_step_in_backward"], "[optimizer] early_step_in_backward must be false with"),
+        (["--lr_scheduler.total_steps=0"], "[lr_scheduler] total_steps must be at least 1, got 0"),
+        (
+            ["--checkpoint.enable", "--checkpoint.create_seed_checkpoint"],
+            "[checkpoint] create_seed_checkpoint must be false with more ranks than one, got true with 2",
+        ),
+        (
+            ["--checkpoint.enable", "--checkpoint.initial_load_path=/tmp"],
+            "[checkpoint] initial_load_path must be a checkpoint's step-N, got \"/tmp\"",
+        ),
+        (["--compile.enable", "--compile.backend=inductr"], 'got "inductr"; did you mean inductor?'),
+        (["--compile.enable", "--compile.components", "x"], '[compile] components must be of "model", "loss", got "x"'),
+        (["--validation.enable"], "[validation] seq_len must be up to [training] seq_len = 256 and divisible by 2"),
+        (["--validation.freq=0"], "[validation] freq must be at least 1, got 0"),
+        (
+            ["--validation.enable", "--validation.seq_len=64", "--validation.dataset=foo"],
+            '[validation] dataset must be one of',
+        ),
+        (
+            ["--model.name=deepseek_v3", "--validation.enable"],
+            '[validation] enable must be false for [model] name = "deepseek_v3", which TorchTitan cannot validate',
+        ),
+    ],
+)  # fmt: skip
+def test_what_torchtitan_would_refuse_late(overrides, expected):
+    assert expected in says(*overrides)
+
+
+def test_the_kernels_have_room_for_the_batches_of_validation():
+    job = check("--validation.enable", "--validation.dataset=stdlib", "--validation.seq_len=128")
+    assert _max_tokens(job) == job.training.local_batch_size * 256
+    job.validation.local_batch_size = 2 * job.training.local_batch_size + 1
+    assert _max_tokens(job) == job.validation.local_batch_size * 128
+    job.validation.enable = False
+    assert _max_tokens(job) == job.training.local_batch_size * 256

@@ -36,7 +36,7 @@ def train_interpreted(args: list[str], shared: str) -> None:
         heap = open_shared_memory(layout, rank=ep_mesh.get_local_rank(), directory=Path(shared))
         timeline = Timeline(device) if options.timeline_steps else None
         run = functools.partial(fused_moe, heap=heap, config=default_config(device), timeline=timeline)
-        return RoutedBackend("uniep", run, {}, heap.close, timeline)
+        return RoutedBackend("uniep", run, close=heap.close, timeline=timeline)
 
     for module in (recipes.checks, recipes.parallelize):
         module.resolve_backend = lambda config, world_size: "uniep"  # type: ignore[attr-defined]

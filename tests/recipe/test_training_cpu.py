@@ -1,9 +1,11 @@
 """Real training runs on CPUs, of the small configs with few steps."""
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from tests.processes import run_ranks
 from tests.recipe.runs import ROOT, SHRINK, TOKENIZER, bits, read_run, read_steps, train
+from tests.recipe.runs import _train as train_rank
 from tests.recipe.wandb_file import read_history, read_run_ids
 from tools import compare_runs
 from uniep.reference import reference_moe
@@ -149,6 +152,32 @@ def test_resumed_equals_uninterrupted(uninterrupted, tmp_path, capsys):
     assert compare_runs.main([str(uninterrupted), str(folder)]) == 0, capsys.readouterr().out
     run = read_run(folder)
     assert (run["run_id"], run["restarts"]) == (run_id, 1)
+
+
+def _train_and_give_up(args: list[str]) -> None:
+    """A kernel gives up a wait in step 3, as one does whose peer died in the backward."""
+    import recipes.parallelize
+    from uniep.symmetric.watch import WaitTimeoutError
+
+    open_backend = recipes.parallelize.open_backend
+    steps = itertools.count(1)
+
+    def check() -> None:
+        if next(steps) == 3:
+            raise WaitTimeoutError("rank 1 sent nothing")
+
+    recipes.parallelize.open_backend = lambda *a, **k: replace(open_backend(*a, **k), check=check)
+    with pytest.raises(WaitTimeoutError):
+        train_rank(args)
+
+
+def test_no_checkpoint_is_kept_of_a_step_in_which_a_kernel_gave_up(tmp_path):
+    folder = tmp_path / "run"
+    args = [f"--job.config_file={ROOT}/train_configs/qwen3_cpu.toml", f"--model.hf_assets_path={TOKENIZER}"]
+    args += [f"--job.dump_folder={folder}", "--metrics.no_enable_wandb", *SHRINK, "--training.steps=5"]
+    args += ["--checkpoint.enable", "--checkpoint.interval=1"]
+    run_ranks(_train_and_give_up, args, num_ranks=2, logs=tmp_path / "logs")
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["step-1", "step-2"]
 
 
 def test_a_new_run_keeps_older_records_aside(tmp_path):

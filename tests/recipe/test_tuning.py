@@ -361,16 +361,20 @@ def test_by_hand_wins_over_the_model(h200):
 
 
 def test_hardware_of_this_gpu(tmp_path, h200):
-    assert find_hardware(None, "NVIDIA H200") == h200
+    assert find_hardware(None, "NVIDIA H200", 132) == h200
     with pytest.raises(TuneError, match=r'must name a file of `python -m tools.calibrate`.*got none on "NVIDIA B200"'):
-        find_hardware(None, "NVIDIA B200")
+        find_hardware(None, "NVIDIA B200", 132)
     path = tmp_path / "b200.json"
     replace(h200, name="NVIDIA B200").save(path)
-    assert find_hardware(str(path), "NVIDIA B200").name == "NVIDIA B200"
+    assert find_hardware(str(path), "NVIDIA B200", 132).name == "NVIDIA B200"
     with pytest.raises(TuneError, match=r'must be a file of this GPU, "NVIDIA H200", got .* of "NVIDIA B200"'):
-        find_hardware(str(path), "NVIDIA H200")
+        find_hardware(str(path), "NVIDIA H200", 132)
     with pytest.raises(TuneError, match=r"\[uniep.tune\] hardware: .* must be a hardware file"):
-        find_hardware(str(tmp_path / "none.json"), "NVIDIA H200")
+        find_hardware(str(tmp_path / "none.json"), "NVIDIA H200", 132)
+    with pytest.raises(TuneError, match="must be of a GPU with this one's 16 multiprocessors, got 132 in NVIDIA H200"):
+        find_hardware(None, "NVIDIA H200", 16)
+    with pytest.raises(TuneError, match="no-such-user"):
+        find_hardware("~no-such-user/gpu.json", "NVIDIA H200", 132)
 
 
 @pytest.mark.parametrize(

@@ -25,3 +25,10 @@ def test_refused_before_any_run(args, expected, capsys, monkeypatch):
     monkeypatch.setattr(bench_train, "train", None)
     assert bench_train.main(["config.toml", *args]) == 2
     assert capsys.readouterr().err == f"error: {expected}\n"
+
+
+def test_runs_are_not_gone_on_from(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_train, "train", None)
+    (tmp_path / "1-reference").mkdir()
+    assert bench_train.main(["config.toml", "--keep", str(tmp_path)]) == 2
+    assert "--keep must be a folder without earlier runs" in capsys.readouterr().err

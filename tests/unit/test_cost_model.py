@@ -218,7 +218,11 @@ def test_saved_hardware_is_read_back(tmp_path, h200):
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
-        ('"num_multiprocessors": 132', '"num_multiprocessors": 0', "num_multiprocessors must be at least 1, got 0"),
+        (
+            '"num_multiprocessors": 132',
+            '"num_multiprocessors": 0',
+            "num_multiprocessors must be a whole number from 1 to 1024, got 0",
+        ),
         ('"mark_us"', '"mark_ms"', "missing ['mark_us'], unknown ['mark_ms']"),
         ('"memory_gbs": ', '"memory_gbs": -', "memory_gbs must be a positive number, got -"),
         ('"name"', '"nam"', "nam"),

@@ -5,6 +5,7 @@ import json
 import re
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,27 @@ def test_fit_again_from_kept_samples(tmp_path, capsys, h200):
     assert "not decided by these times, as assumed: " in capsys.readouterr().out
     assert calibrate.main(["--fit", str(tmp_path / "none.json")]) == 2
     assert "none.json must be the samples of tools.calibrate" in capsys.readouterr().err
+
+
+def edited(path: Path, **changes: Any) -> str:
+    path.write_text(json.dumps(json.loads(SAMPLES.read_text()) | changes))
+    return str(path)
+
+
+def test_samples_of_another_gpu_are_not_mixed_in(tmp_path, capsys):
+    other = edited(tmp_path / "other.json", name="NVIDIA B200")
+    assert calibrate.main(["--fit", str(SAMPLES), "--more", other, "--out", str(tmp_path / "out.json")]) == 2
+    said = capsys.readouterr().err
+    assert "--more must be of the GPU of --fit, ('NVIDIA H200', 132), got ('NVIDIA B200', 132)" in said
+
+
+def test_one_layer_cannot_be_predicted_by_others(tmp_path, capsys):
+    samples = json.loads(SAMPLES.read_text())["samples"]
+    one = edited(tmp_path / "one.json", samples=[s for s in samples if s["shape"] == samples[0]["shape"]])
+    out = tmp_path / "out.json"
+    assert calibrate.main(["--fit", one, "--left-out", "--out", str(out)]) == 2
+    assert "--left-out must have samples of two layers or more, got 1" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("option", ["--fit", "--more"])
@@ -256,9 +278,9 @@ def test_search_only(capsys, h200, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--calls", "0"), "--calls must be at least 1, got 0"),
-        (("--tokens", "8192", "0"), "--tokens must be at least 1, got 0"),
-        (("--configs", "0"), "--configs must be at least 1, got 0"),
+        (("--calls", "0"), "--calls must be 1 to 2^24, got 0"),
+        (("--tokens", "8192", "0"), "--tokens must be 1 to 2^24, got 0"),
+        (("--configs", "0"), "--configs must be 1 to 2^24, got 0"),
         (("--samples", "no/such/a.json"), "--samples must be a file that can be written, in a folder"),
         (("--out", "no/such/a.json"), "--out must be a file that can be written, in a folder"),
         (("--out", "a.json", "--samples", "a.json"), "--out, --samples must be different files"),

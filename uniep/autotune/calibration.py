@@ -1,15 +1,27 @@
 """What a calibration measured, as it is: so that the fit can be made again later, anywhere."""
 
 import json
-import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from uniep.autotune.fit import STEPS, Fit, Sample, errors_of, fit, start_constants
-from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Bandwidth, Floats, Hardware, HardwareError
+from uniep.autotune.hardware import (
+    DISPATCHES,
+    TILES,
+    TUNED,
+    Bandwidth,
+    Floats,
+    Hardware,
+    HardwareError,
+    check_multiprocessors,
+    is_count,
+    is_positive,
+)
+
+# Of tokens, experts, columns: what no layer has is a damaged number.
+_MOST = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -56,14 +68,15 @@ class Calibration:
 
     def _check(self) -> None:
         """What a file by hand may have wrong, and would end the fit late or spoil it."""
-        if not _is_count(self.num_multiprocessors):
-            raise HardwareError(f"num_multiprocessors must be a whole number from 1, got {self.num_multiprocessors!r}")
-        if not _is_positive(self.memory_gbs):
+        check_multiprocessors(self.num_multiprocessors)
+        if not isinstance(self.name, str):
+            raise HardwareError(f"name must be a GPU's, got {self.name!r}")
+        if not is_positive(self.memory_gbs):
             raise HardwareError(f"memory_gbs must be a positive number, got {self.memory_gbs!r}")
         if not self.samples:
             raise HardwareError("samples must not be empty, got none")
         for index, sample in enumerate(self.samples):
-            if rule := _broken_rule(sample):
+            if rule := _broken_rule(sample, self.num_multiprocessors):
                 raise HardwareError(f"samples[{index}].{rule}")
 
     @staticmethod
@@ -85,11 +98,11 @@ class Calibration:
             raise HardwareError(f"{path} must be the samples of tools.calibrate, got {error!r}") from error
 
 
-def _broken_rule(sample: Sample) -> str | None:
+def _broken_rule(sample: Sample, num_multiprocessors: int) -> str | None:
     """What is wrong with a sample: "{what} must be {rule}, got {value}"."""
     if sample.step not in STEPS:
         return f"step must be one of {', '.join(STEPS)}, got {sample.step!r}"
-    if not _is_positive(sample.us):
+    if not is_positive(sample.us):
         return f"us must be a positive number, got {sample.us!r}"
     counts = {"num_tokens": sample.num_tokens}
     if sample.step in TUNED:
@@ -99,14 +112,9 @@ def _broken_rule(sample: Sample) -> str | None:
     if sample.step in DISPATCHES:
         counts["num_local"] = sample.num_local
     for what, value in (*vars(sample.shape).items(), *counts.items()):
-        if not _is_count(value):
-            return f"{what} must be a whole number from 1, got {value!r}"
+        if not is_count(value) or value > _MOST:
+            return f"{what} must be a whole number from 1 to {_MOST}, got {value!r}"
+    roles = sample.num_link + sample.num_local
+    if sample.step in TUNED and roles >= num_multiprocessors * TILES[sample.tile].occupancy:
+        return f"num_link + num_local must leave programs of {num_multiprocessors} multiprocessors, got {roles}"
     return None
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

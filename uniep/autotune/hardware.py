@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -25,8 +26,28 @@ COMBINES = ("down", "up_grad")
 TUNED = ("up", "down", "down_grad", "up_grad")
 
 
+# The search lists all shares of them.
+MAX_MULTIPROCESSORS = 1024
+
+
 class HardwareError(ValueError):
     """A description that cannot be used; the text names the file, the rule and the value."""
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_positive(value: Any) -> bool:
+    """Of a quantity in the units used here: what is smaller or larger by far is a damaged number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-12 < value < 1e12
+
+
+def check_multiprocessors(count: Any) -> None:
+    if not is_count(count) or count > MAX_MULTIPROCESSORS:
+        raise HardwareError(
+            f"num_multiprocessors must be a whole number from 1 to {MAX_MULTIPROCESSORS}, got {count!r}"
+        )
 
 
 @dataclass(frozen=True)
@@ -44,14 +65,15 @@ class Bandwidth:
     gbs: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        table = np.asarray(self.gbs, dtype=float)
-        size = (len(self.num_warps), len(self.num_programs))
-        if table.shape != size or not table.size or not np.isfinite(table).all() or table.min() <= 0:
-            raise HardwareError(f"gbs must be {size[0]} x {size[1]} positive numbers, got {self.gbs}")
         for what in ("num_warps", "num_programs"):
             counts = getattr(self, what)
-            if any(low >= high for low, high in zip((0, *counts), counts, strict=False)):
-                raise HardwareError(f"{what} must ascend from 1, got {counts}")
+            ascend = all(low < high for low, high in itertools.pairwise(counts))
+            if not counts or not all(is_count(count) for count in counts) or not ascend:
+                raise HardwareError(f"{what} must be whole numbers that ascend from 1, got {counts}")
+        size = (len(self.num_warps), len(self.num_programs))
+        rows_fit = len(self.gbs) == size[0] and all(len(row) == size[1] for row in self.gbs)
+        if not rows_fit or not all(is_positive(gbs) for row in self.gbs for gbs in row):
+            raise HardwareError(f"gbs must be {size[0]} x {size[1]} positive numbers, got {self.gbs}")
 
     def at(self, num_programs: Ints, num_warps: Ints) -> Floats:
         """GB/s, between the measured points by straight lines (over the logarithm of the warps), from 0 for no program;
@@ -137,15 +159,16 @@ class Hardware:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if self.num_multiprocessors < 1:
-            raise HardwareError(f"num_multiprocessors must be at least 1, got {self.num_multiprocessors}")
+        check_multiprocessors(self.num_multiprocessors)
         names = set(constant_names())
         if names != set(self.constants):
             missing, unknown = sorted(names - set(self.constants)), sorted(set(self.constants) - names)
             raise HardwareError(f"constants must be those of the model, got missing {missing}, unknown {unknown}")
         for name, value in {"memory_gbs": self.memory_gbs, **self.constants}.items():
-            if not 0.0 < value < float("inf"):
-                raise HardwareError(f"{name} must be a positive number, got {value}")
+            if not is_positive(value):
+                raise HardwareError(f"{name} must be a positive number, got {value!r}")
+        if unknown_names := sorted(set(self.assumed) - names):
+            raise HardwareError(f"assumed must be names of constants, got {unknown_names}")
 
     def steps_us(self, launch: str) -> Floats:
         """Of each tile, in the order of TILES."""
@@ -177,8 +200,8 @@ class Hardware:
             HardwareError: there is no such file, or it is no description.
         """
         try:
-            return _from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            return _from_json(json.loads(path.expanduser().read_text(encoding="utf-8")))
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:  # RuntimeError: an unknown home
             raise HardwareError(f"{path} must be a hardware file of tools.calibrate, got {error!r}") from error
 
 

@@ -22,7 +22,7 @@ _ROWS = 32
 _NUM_WARPS = 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _score_grad_kernel(grad_TD, y_ND, score_grad_N, num_rows, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
     """ROWS dot products. Lane r of 16 sums the elements d = r (mod 16) of 512 columns, d ascending; then such chunks
     in order; then the lanes in order. A product of two bf16 is exact in fp32, so nothing else is rounded."""

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from uniep.plan.layout import HeapLayout
 from uniep.symmetric.heap import DEFAULT_TIMEOUT_S, HeapError, SymmetricHeap
-from uniep.symmetric.rendezvous import meet
+from uniep.symmetric.rendezvous import meet, say
 
 # The part of NVSHMEM's own heap that its bookkeeping takes.
 _OVERHEAD_BYTES = 64 << 20
@@ -31,24 +32,21 @@ def open_nvshmem(
         import nvshmem.core as nvshmem
         from nvshmem.core.interop import torch as nvshmem_torch
     except ImportError as error:
+        say(f"no nvshmem4py ({error})", group)
         raise HeapError(f"nvshmem4py must be installed (pip install 'uniep-recipe[cuda]'), got: {error}") from error
 
-    meet(layout, group, timeout_s=timeout_s)
-    _start(nvshmem, layout, group, device)
+    meet(layout, group, "nvshmem", timeout_s=timeout_s)
     try:
-        base = nvshmem_torch.tensor((layout.num_bytes,), dtype=torch.uint8)
-        peers = [
-            base if peer == group.rank() else nvshmem_torch.get_peer_tensor(base, peer) for peer in range(group.size())
-        ]
-    except Exception as error:
-        raise HeapError(
-            f"NVSHMEM must map {layout.num_bytes} bytes of every GPU (NVSHMEM_SYMMETRIC_SIZE, NVLink between them), "
-            f"got: {error}"
-        ) from error
+        _start(nvshmem, layout, group, device)
+        base, peers = _map(nvshmem_torch, layout, group)
+    except HeapError as error:
+        # The others, who may have come further, then go the same way.
+        say(str(error), group)
+        raise
     base[: layout.num_flag_bytes].zero_()
     torch.cuda.synchronize(device)
     # No rank may signal before every rank's flags are zero.
-    dist.barrier(group)
+    meet(layout, group, "nvshmem, mapped", timeout_s=timeout_s)
 
     def close() -> None:
         torch.cuda.synchronize(device)
@@ -85,6 +83,20 @@ def _start(nvshmem: Any, layout: HeapLayout, group: dist.ProcessGroup, device: t
             f"NVSHMEM must start on rank {group.rank()} (its bootstrap looks for a network interface: name one in "
             f"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME and its address family in NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY; a "
             f"container needs pidfd_open or the capability SYS_PTRACE), got: {error}"
+        ) from error
+
+
+def _map(nvshmem_torch: Any, layout: HeapLayout, group: dist.ProcessGroup) -> tuple[Tensor, list[Tensor]]:
+    """This rank's memory, and that of all ranks."""
+    try:
+        base = nvshmem_torch.tensor((layout.num_bytes,), dtype=torch.uint8)
+        return base, [
+            base if peer == group.rank() else nvshmem_torch.get_peer_tensor(base, peer) for peer in range(group.size())
+        ]
+    except Exception as error:
+        raise HeapError(
+            f"NVSHMEM must map {layout.num_bytes} bytes of every GPU (NVSHMEM_SYMMETRIC_SIZE, NVLink between them), "
+            f"got: {error}"
         ) from error
 
 

@@ -9,23 +9,21 @@ from uniep.plan.layout import HeapLayout
 from uniep.symmetric.heap import HeapError
 
 
-def meet(layout: HeapLayout, group: dist.ProcessGroup, *, timeout_s: float) -> None:
-    """Returns once every rank of the group opens a heap of this layout.
+def meet(layout: HeapLayout, group: dist.ProcessGroup, state: str, *, timeout_s: float) -> None:
+    """Returns once every rank of the group opens a heap of this layout and has come as far as this one.
 
     It goes through the group's key-value store and not through a collective: a collective that one rank enters alone
     hangs, or pairs with another of a peer, and names nobody.
 
     Raises:
-        HeapError: names the rank that did not come, or whose layout differs.
+        HeapError: names the rank that did not come, or whose layout or state differs.
     """
     if group.size() != layout.shape.ep_degree:
         raise HeapError(f"ranks of the group must be ep_degree = {layout.shape.ep_degree}, got {group.size()}")
-    store = dist.distributed_c10d._get_process_group_store(group)
     rank = group.rank()
-    # A rank's own keys tell how many heaps it has opened in this group before.
-    number = next(number for number in count() if not store.check([f"uniep_heap/{number}/{rank}"]))
-    mine = repr(layout)
-    store.set(f"uniep_heap/{number}/{rank}", mine)
+    mine = f"{state}, {layout}"
+    number = say(mine, group)
+    store = dist.distributed_c10d._get_process_group_store(group)
     for peer in range(group.size()):
         key = f"uniep_heap/{number}/{peer}"
         try:
@@ -37,3 +35,16 @@ def meet(layout: HeapLayout, group: dist.ProcessGroup, *, timeout_s: float) -> N
         theirs = store.get(key).decode()
         if theirs != mine:
             raise HeapError(f"heap of rank {peer} must be {mine} as on rank {rank}, got {theirs}")
+
+
+def say(what: str, group: dist.ProcessGroup) -> int:
+    """What the others read of this rank where they meet next, without waiting for them: where it goes no further.
+
+    Returns:
+        the number of the meeting.
+    """
+    store, rank = dist.distributed_c10d._get_process_group_store(group), group.rank()
+    # A rank's own keys tell how often it has met the others of this group before.
+    number = next(number for number in count() if not store.check([f"uniep_heap/{number}/{rank}"]))
+    store.set(f"uniep_heap/{number}/{rank}", what)
+    return number

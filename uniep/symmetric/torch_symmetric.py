@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from uniep.plan.layout import HeapLayout
 from uniep.symmetric.heap import DEFAULT_TIMEOUT_S, HeapError, SymmetricHeap
-from uniep.symmetric.rendezvous import meet
+from uniep.symmetric.rendezvous import meet, say
 
 
 def open_torch_symmetric(
@@ -22,11 +22,12 @@ def open_torch_symmetric(
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    meet(layout, group, timeout_s=timeout_s)
+    meet(layout, group, "torch", timeout_s=timeout_s)
     try:
         base = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(base, group)
     except RuntimeError as error:
+        say(str(error), group)
         raise HeapError(
             f"GPUs of the group must be able to map each other's memory (they need NVLink, and in a container a kernel "
             f"with pidfd_open or the capability SYS_PTRACE), got: {error}"
@@ -34,7 +35,7 @@ def open_torch_symmetric(
     base[: layout.num_flag_bytes].zero_()
     torch.cuda.synchronize(device)
     # No rank may signal before every rank's flags are zero.
-    dist.barrier(group)
+    meet(layout, group, "torch, mapped", timeout_s=timeout_s)
     keep = [base, handle]
     return SymmetricHeap(
         layout,

@@ -45,9 +45,9 @@ class WaitTimeoutError(RuntimeError):
 
 def raise_if_given_up(watch: Tensor, rank: int, timeout_s: float) -> None:
     """Reads the watch array (which waits for the device) and raises what the most telling record says."""
-    words = watch.tolist()
-    if words[0] == 0:
+    if not watch[0].item():
         return
+    words = watch.tolist()
     records = [words[i + 1 : i + 5] for i in range(1, len(words), RECORD_WORDS) if words[i] == 1]
     # A wait on a peer explains the waits on the rank's own tiles that follow from it.
     own = (What.INPUT_TILE, What.OUTPUT_TILE)
