@@ -1,6 +1,5 @@
 """How evenly the routers load experts and ranks, counted on the device and summed over all ranks when asked."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.tools.utils import device_type
 
+from uniep.autotune.workload import chance_wanted
 from uniep.shapes import MoEShape
 
 
@@ -34,13 +34,6 @@ class ExpertLoad:
     distinct_ranks_expected: float
 
 
-def expected_distinct_ranks(shape: MoEShape) -> float:
-    """W * (1 - C(E - L, K) / C(E, K)): a rank is missed by the draws that take all K experts elsewhere."""
-    num_experts, top_k = shape.num_experts, shape.top_k
-    missed = math.comb(num_experts - shape.num_local_experts, top_k) / math.comb(num_experts, top_k)
-    return shape.ep_degree * (1 - missed)
-
-
 def summarize_load(counts: Tensor, shape: MoEShape) -> ExpertLoad:
     """Args: counts: [layers, E + 1] int64 on the host, the last column the distinct ranks; zeros for a dense layer."""
     routed = counts[:, :-1].sum(1)
@@ -53,7 +46,7 @@ def summarize_load(counts: Tensor, shape: MoEShape) -> ExpertLoad:
         imbalance=_max_over_mean(tokens_per_expert),
         rank_imbalance=_max_over_mean(tokens_per_rank),
         distinct_ranks=_rounded(distinct[:, 0] * shape.top_k / routed[layers]),
-        distinct_ranks_expected=round(expected_distinct_ranks(shape), 4),
+        distinct_ranks_expected=round(shape.ep_degree * chance_wanted(shape), 4),
     )
 
 

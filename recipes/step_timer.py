@@ -23,7 +23,7 @@ class StepTimer:
 
     def __enter__(self) -> None:
         if not self._depth:
-            self._begin = _event() if torch.cuda.is_available() else time.perf_counter()
+            self._begin = record_event() if torch.cuda.is_available() else time.perf_counter()
         self._depth += 1
 
     def __exit__(
@@ -35,7 +35,7 @@ class StepTimer:
         if isinstance(self._begin, float):
             self._host_s += time.perf_counter() - self._begin
         else:
-            self._spans.append((self._begin, _event()))
+            self._spans.append((self._begin, record_event()))
 
     def take_s(self) -> float:
         """Seconds in all entries since the last call. On a GPU it waits for the last of them."""
@@ -47,7 +47,8 @@ class StepTimer:
         return seconds
 
 
-def _event() -> torch.cuda.Event:
+def record_event() -> torch.cuda.Event:
+    """Now, on the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from recipes.choices import (
 from recipes.config import Tune
 from recipes.launch_times import LayerInputs, measure_layer, warm_up
 from recipes.records import commit, versions
+from recipes.step_timer import record_event
 from uniep.autotune.cache import CacheKey, load_choices, store_choices
 from uniep.autotune.fit import RESOURCES, Sample, fit
 from uniep.autotune.hardware import TILES, TUNED, Hardware
@@ -53,28 +54,6 @@ _DRIFT_PRIOR = 0.4
 # calls of a configuration.
 _WARM_UP_TOKENS = 1024
 _NUM_TIMED = 5
-
-
-class Mark(Protocol):
-    """A moment on the device."""
-
-    def passed(self) -> bool: ...
-
-    def us_until(self, later: Any) -> float: ...
-
-
-class CudaMark:
-    """Now, on the current stream. Asking whether it has passed does not wait."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def passed(self) -> bool:
-        return self._event.query()
-
-    def us_until(self, later: "CudaMark") -> float:
-        return self._event.elapsed_time(later._event) * 1e3
 
 
 _num_agreements = itertools.count()
@@ -116,7 +95,7 @@ class Tuner:
         options: Tune,
         agree: Callable[[Any], Any],
         leads: bool,
-        mark: Callable[[], Mark] = CudaMark,
+        record_event: Callable[[], Any] = record_event,
     ):
         """
         Args:
@@ -124,7 +103,7 @@ class Tuner:
             base: what is no choice.
             agree: see agree_through.
             leads: whether this rank's word is the one that is taken.
-            mark: takes a moment on the device.
+            record_event: an event of the device that is recorded now, as torch.cuda.Event.
         """
         self._shape = shape
         self._buckets = buckets
@@ -133,7 +112,7 @@ class Tuner:
         self._options = options
         self._agree = agree
         self._leads = leads
-        self._mark = mark
+        self._record_event = record_event
         self._choices: dict[int, Choice] = {}
         self._configs: dict[int, KernelConfig] = {}
         for bucket, choice in choices.items():
@@ -142,7 +121,7 @@ class Tuner:
         self._tiles = {launch: sorted({choice.launches[launch].tile for choice in used}) for launch in TUNED}
         self._entered: set[int] = set()
         self._num_calls = 0
-        self._pending: deque[tuple[int, list[Mark]]] = deque()
+        self._pending: deque[tuple[int, list[Any]]] = deque()
         self._watches = {
             bucket: Watch(share=options.watch_share, num_samples=options.watch_samples) for bucket in choices
         }
@@ -206,26 +185,26 @@ class Tuner:
             self._wish = None
         if self._num_calls % every or not num_tokens:
             return None
-        marks: list[Mark] = []
-        self._pending.append((num_tokens, marks))
+        events: list[Any] = []
+        self._pending.append((num_tokens, events))
 
         def on_step(number: int) -> None:
-            marks.append(self._mark())
+            events.append(self._record_event())
 
         return on_step
 
     def _read(self) -> None:
         """The times of forwards whose end the device has passed."""
         while self._pending:
-            num_tokens, marks = self._pending[0]
+            num_tokens, events = self._pending[0]
             # Fewer: no gradient was wanted. More: the rows had no room at first.
-            complete = len(marks) == len(FORWARD_STEPS)
-            if complete and not marks[-1].passed():
+            complete = len(events) == len(FORWARD_STEPS)
+            if complete and not events[-1].query():
                 return
             self._pending.popleft()
             if complete:
-                up, down, rest = marks[FORWARD_STEPS.index("up") :]
-                self._judge(num_tokens, up.us_until(down), down.us_until(rest))
+                up, down, rest = events[FORWARD_STEPS.index("up") :]
+                self._judge(num_tokens, up.elapsed_time(down) * 1e3, down.elapsed_time(rest) * 1e3)
 
     def _judge(self, num_tokens: int, up_us: float, down_us: float) -> None:
         bucket = self._buckets.of(num_tokens)

@@ -13,9 +13,7 @@ with the configuration that the autotuner chooses too, as `[uniep.tune] mode` se
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import tomllib
@@ -38,6 +36,7 @@ from recipes.config import Tune, UniEP
 from recipes.experts import UniEPMoE
 from recipes.records import commit, versions
 from tools.command import end_with
+from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.kernels.config import CombineConfig
 from uniep.shapes import MoEShape, ShapeError
 
@@ -311,9 +310,7 @@ def report(row: dict[str, Any]) -> str:
 
 def work(options: argparse.Namespace, argv: list[str]) -> int:
     """One rank."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    device = join_ranks()
     mesh = init_device_mesh("cuda", (options.ep,), mesh_dim_names=("ep",))
     rows = []
     for layer in layers(options):
@@ -379,11 +376,10 @@ def main(argv: list[str]) -> int:
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if "LOCAL_RANK" in os.environ:
+    if is_rank():
         return work(options, argv)
     print(f"{len(chosen)} layers on {options.ep} x {torch.cuda.get_device_name()}", flush=True)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={options.ep}", "-m", "tools.bench_moe"]
-    return subprocess.run([*command, *argv], env={"OMP_NUM_THREADS": "4", **os.environ}).returncode
+    return start_ranks("tools.bench_moe", options.ep, argv)
 
 
 if __name__ == "__main__":

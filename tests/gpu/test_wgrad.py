@@ -4,6 +4,8 @@ python -m pytest tests/gpu/test_wgrad.py        # bits
 PYTHONPATH=. python tests/gpu/test_wgrad.py     # bits again, then times; names of layers as arguments choose some
 """
 
+import math
+import statistics
 import sys
 import tomllib
 from dataclasses import dataclass, replace
@@ -158,6 +160,7 @@ def test_rows_past_2_to_the_31_elements(variant: str) -> None:
 
 def main() -> None:
     base = default_wgrad_config(torch.device("cuda"))
+    ratios = []
     for name in sys.argv[1:] or LAYERS:
         shape = LAYERS[name]
         for mean_rows in (1024, 4096):
@@ -178,6 +181,9 @@ def main() -> None:
                     return_mode="median",
                 )
                 print(f"    {variant:32} {ms:7.3f} ({num_flop / ms / 1e9:3.0f}) {equal}", flush=True)
+                if variant == "default":
+                    ratios.append(stock_ms / ms if equal else math.nan)
+    print(f"torch._grouped_mm over default, geometric mean: {statistics.geometric_mean(ratios):.3f}")
 
 
 if __name__ == "__main__":

@@ -53,19 +53,20 @@ class Clock:
 
 
 @dataclass
-class FakeMark:
+class FakeEvent:
     clock: Clock
     at_us: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.at_us = self.clock.now_us
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return self.clock.done
 
-    def us_until(self, later: "FakeMark") -> float:
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        """Milliseconds, as of CUDA's events."""
         assert self.clock.done, "asked for a time that is not there yet"
-        return later.at_us - self.at_us
+        return (later.at_us - self.at_us) / 1e3
 
 
 def open_tuner(
@@ -80,7 +81,7 @@ def open_tuner(
         options=options,
         agree=agree,
         leads=leads,
-        mark=lambda: FakeMark(clock),
+        record_event=lambda: FakeEvent(clock),
     )
 
 
@@ -212,7 +213,7 @@ def test_more_tokens_than_the_most_take_the_last_bucket(h200):
 
 
 def test_reading_waits_for_nothing(h200):
-    """While the device has not passed the last mark, no time is asked for (FakeMark would fail)."""
+    """While the device has not passed the last event, no time is asked for (FakeEvent would fail)."""
     clock = Clock(done=False)
     tuner = open_tuner(h200, clock)
     for _ in range(12):
