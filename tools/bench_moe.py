@@ -5,7 +5,8 @@ python -m tools.bench_moe --ep 2 --tokens 8192 --pass forward [--shape NAME ...]
 Starts a process a GPU. All variants hold the same weights and tokens and are timed in turn, interleaved, each figure
 the median of means over a few calls in a row, the slowest rank's. Bits are compared first, output and gradients, ours
 with TorchTitan's: a row with unequal bits prints no speed-up. `gemm` is the layer's grouped GEMMs through
-torch._grouped_mm on rows that lie in place already: a floor that no block reaches. `--switches` times the fused kernels
+torch._grouped_mm on rows that lie in place already: a floor that no block reaches. The JSON counts to how many ranks a
+token is copied, beside what even routing would give. `--switches` times the fused kernels
 once more with each measuring switch set, `--numerics-fast` with `[uniep] numerics = "fast"`: its time stands beside the
 bitwise one, and how far its gradients are from those in relative L2, the largest of any rank. `--tune model` times them
 with the configuration that the autotuner chooses too, as `[uniep.tune] mode` sets it.
@@ -37,6 +38,7 @@ from recipes.experts import UniEPMoE
 from recipes.records import commit, versions
 from tools.command import end_with
 from tools.start_ranks import is_rank, join_ranks, start_ranks
+from uniep.autotune.workload import chance_wanted
 from uniep.kernels.config import CombineConfig
 from uniep.shapes import MoEShape, ShapeError
 
@@ -208,6 +210,23 @@ def unequal_results(want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str
     return {name: share for name, share in zip(want, shares.tolist(), strict=True) if share}
 
 
+def copies_of_tokens(expert_ids_TK: Tensor, shape: MoEShape) -> float:
+    """Mean number of ranks that hold an expert of a token: copies of it that a dispatch makes, this rank's own too.
+    One copy for each of its experts would be K."""
+    wanted_TW = torch.zeros(len(expert_ids_TK), shape.ep_degree, device=expert_ids_TK.device)
+    wanted_TW.scatter_(1, expert_ids_TK // shape.num_local_experts, 1.0)
+    return wanted_TW.sum(1).mean().item()
+
+
+def routed(block: Block, top_k: int) -> Tensor:
+    """The experts that this rank's tokens choose, [T, K]."""
+    found: list[Tensor] = []
+    hook = block.moe.get_submodule("router").register_forward_hook(lambda _, args, out: found.append(out[1]))
+    block()
+    hook.remove()
+    return found[0].reshape(-1, top_k)
+
+
 def relative_errors(want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
     """L2 of the difference by that of want, of each result, the largest of any rank."""
     errors = torch.stack([(got[name].float() - want[name].float()).norm() / want[name].float().norm() for name in want])
@@ -253,6 +272,8 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
     # Where ours has the stock block's bits, they are the bitwise gradients; where not, the row counts for nothing.
     errors = relative_errors(want, blocks[FAST].results()) if options.numerics_fast else {}
     del want
+    copies = torch.tensor(copies_of_tokens(routed(blocks["stock"], layer.shape.top_k), layer.shape), device=device)
+    dist.all_reduce(copies)
     peaks = {name: peak_gib(name, blocks) for name in ("stock", "uniep", FAST) if name in blocks}
     times = time_interleaved({**blocks, "gemm": grouped_gemms(stock, layer, with_backward)})
     layout = backends["uniep"].layout
@@ -271,6 +292,8 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
         "tokens": layer.num_tokens,
         "pass": options.passes,
         "memory": backends["uniep"].facts["symmetric_memory"],
+        "copies_of_tokens": round(copies.item() / shape.ep_degree, 4),
+        "copies_expected": round(shape.ep_degree * chance_wanted(shape), 4),
         **{f"{name.replace(' ', '_')}_ms": round(ms, 4) for name, ms in times.items()},
         "bits_equal": not unequal["uniep"],
         "reference_bits_equal": not unequal["reference"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tools import bench_moe, calibrate, tune, tune_report
 from tools.tune_report import Tuned
@@ -291,6 +292,28 @@ def test_tune_refuses_before_it_measures(arguments, expected, capsys, tmp_path, 
     (tmp_path / "benchmarks").mkdir()
     assert tune.main(["--ep", "2", "--shape", "qwen3-30b-a3b", *arguments]) == 2
     assert capsys.readouterr().err.startswith(f"error: {expected}")
+
+
+def test_bench_moe_counts_a_copy_for_each_rank_that_a_token_needs(monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    ids = torch.tensor([[0, 1], [0, 2], [3, 5], [4, 5]])
+    assert bench_moe.copies_of_tokens(ids, MoEShape(6, 2, 8, 8, 1)) == 1.0
+    assert bench_moe.copies_of_tokens(ids, MoEShape(6, 2, 8, 8, 3)) == 1.5
+    assert bench_moe.copies_of_tokens(ids, MoEShape(6, 2, 8, 8, 6)) == 2.0
+    block = bench_moe.Block(Routed(), bench_moe.Layer("", MoEShape(6, 2, 8, 8), 4), torch.device("cpu"), False)
+    assert torch.equal(bench_moe.routed(block, 2), ids)
+
+
+class Routed(torch.nn.Module):
+    """A layer of which only the choice of the experts matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.router((None, torch.tensor([[0, 1], [0, 2], [3, 5], [4, 5]]), None))
+        return x
 
 
 def test_bench_moe_prints_no_time_of_other_bits():
