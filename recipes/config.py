@@ -76,8 +76,8 @@ class Tune:
     """Configurations of each launch that "measured" times."""
 
     watch_calls: int = 101
-    """Every so many forwards of a layer, one is timed and compared with the prediction; 0 for none. A prime number
-    comes to every layer in turn."""
+    """Of so many forwards, all layers counted together, one is timed and compared with the prediction; 0 for none. A
+    prime number comes to every layer in turn."""
 
     watch_share: float = 0.25
     """How far measured and predicted time may part, as a share of the prediction."""
