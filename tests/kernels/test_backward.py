@@ -130,25 +130,27 @@ def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def two_layers(inputs: list[list[Tensor]], run: Callable[[int], Tensor], grads: list[Tensor]) -> list[list]:
-    """Forward, forward, backward of the second, backward of the first."""
-    outs = [run(layer) for layer in range(2)]
+def run_layers(inputs: list[list[Tensor]], run: Callable[[int], Tensor], grads: list[Tensor]) -> list[list]:
+    """The forward of each layer, then the backwards from the last layer to the first."""
+    outs = [run(layer) for layer in range(len(inputs))]
     results = []
-    for layer in (1, 0):
+    for layer in reversed(range(len(inputs))):
         got = torch.autograd.grad(outs[layer], inputs[layer], grads[layer])
         results.insert(0, as_arrays([outs[layer], *got]))
     return results
 
 
-@pytest.mark.parametrize("again", ["kept", "run_again"])
-@pytest.mark.parametrize(("score_before_experts", "num_kept"), [(False, 0), (False, 1), (False, 2), (True, 1)])
+@pytest.mark.parametrize(
+    ("score_before_experts", "num_layers", "num_kept", "again"),
+    [(False, 2, 2, "kept"), (False, 3, 1, "kept"), (False, 2, 1, "run_again"), (True, 2, 1, "run_again")],
+)
 def test_layers_on_one_heap(
-    score_before_experts: bool, num_kept: int, again: str, monkeypatch: pytest.MonkeyPatch
+    score_before_experts: bool, num_layers: int, num_kept: int, again: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a layer keeps does not lie where the next one writes, with as many buffers for it as layers and with fewer;
     with checkpointing forwards stand between the backwards; and all buffers are free again in the end."""
     case = Case(2, 3, (9, 11), score_before_experts=score_before_experts, num_kept=num_kept)
-    batches = [case.draw(seed) for seed in range(2)]
+    batches = [case.draw(seed) for seed in range(num_layers)]
     grads = [draw_grads(batch, seed, exact=True) for seed, batch in enumerate(batches)]
     poison_new_tensors(monkeypatch)
 
@@ -165,7 +167,7 @@ def test_layers_on_one_heap(
                 return forward(*inputs[layer])
             return checkpoint(forward, *inputs[layer], use_reentrant=False)
 
-        results = two_layers(inputs, run, [grad[rank] for grad in grads])
+        results = run_layers(inputs, run, [grad[rank] for grad in grads])
         gc.collect()
         buffers = [heap.take_returned(keep=True) for _ in range(num_kept + 1)]
         assert [buffer.kept for buffer in buffers] == [True] * num_kept + [False]
@@ -218,7 +220,7 @@ def test_peer_waits_for_a_slow_reader(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(uniep.layer, "_grad_scores_before", read_late)
         inputs = [leaves(batch, rank) for batch in batches]
-        return two_layers(
+        return run_layers(
             inputs,
             lambda layer: run_layer(inputs[layer], batches[layer].expert_ids[rank], case, heap),
             [grad[rank] for grad in grads],

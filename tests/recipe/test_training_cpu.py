@@ -38,7 +38,7 @@ def launch(folder: Path, *overrides: str, num_ranks: int = 2, **env: str) -> sub
 def launched(tmp_path_factory) -> tuple[Path, str]:
     """A run by the launcher with the default config and wandb: its folder and its output."""
     folder = tmp_path_factory.mktemp("launched") / "run"
-    done = launch(folder, "--training.steps=5")
+    done = launch(folder, "--training.steps=5", OMP_NUM_THREADS="1")  # as train()
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder, done.stdout
 
@@ -54,9 +54,8 @@ def uninterrupted(tmp_path_factory) -> Path:
 def test_the_same_config_gives_the_same_bits(launched, tmp_path, capsys):
     folder, _ = launched
     again = tmp_path / "again"
-    done = launch(again, "--training.steps=5", "--metrics.no-enable-wandb", "--throughput.time_moe")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert all(0 < step["moe_s"] < step["forward_backward_s"] for step in read_steps(again))
+    steps = train(again, "--training.steps=5", "--throughput.time_moe")
+    assert all(0 < step["moe_s"] < step["forward_backward_s"] for step in steps)
     assert not (again / "wandb").exists()
     assert compare_runs.main([str(folder), str(again)]) == 0
     assert "identical: 5 steps, and the weights behind step 5" in capsys.readouterr().out
@@ -193,6 +192,9 @@ def test_deepseek_v3_trains(tmp_path):
     assert len(steps) == 6
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert read_run(tmp_path / "run")["backend"]["ran"] == "reference"
+    loads = [step["expert_load"] for step in steps if "expert_load" in step]
+    assert [load["layers"] for load in loads] == [[1, 2]] * 4  # steps 1, 2, 4 and 6; layer 0 is dense
+    assert all([sum(tokens) for tokens in load["tokens_per_expert"]] == [2 * 2 * 64 * 2] * 2 for load in loads)
 
 
 def test_bf16_trains(tmp_path):
@@ -217,11 +219,7 @@ def test_local_text_trains(tmp_path):
     assert len(read_steps(tmp_path / "run")) == 3
 
 
-# [activation_checkpoint] mode and selective_ac_option.
-RECOMPUTING = [("selective", "2"), ("selective", "op"), ("full", "2")]
-
-
-def train_in_bf16(folder: Path, config: str, mode: str, option: str) -> list[tuple[Any, ...]]:
+def train_in_bf16(folder: Path, mode: str, option: str) -> list[tuple[Any, ...]]:
     """The bits of every step, and the loads of the experts."""
     steps = train(
         folder,
@@ -229,7 +227,6 @@ def train_in_bf16(folder: Path, config: str, mode: str, option: str) -> list[tup
         "--training.mixed_precision_param=bfloat16",
         f"--activation_checkpoint.mode={mode}",
         f"--activation_checkpoint.selective_ac_option={option}",
-        config=config,
     )
     loads = [step["expert_load"] for step in steps if "expert_load" in step]
     assert len(loads) == 3
@@ -238,17 +235,9 @@ def train_in_bf16(folder: Path, config: str, mode: str, option: str) -> list[tup
     return [*bits(steps), *((load["layers"], load["tokens_per_expert"]) for load in loads)]
 
 
-@pytest.fixture(scope="module", params=["qwen3_cpu", "deepseek_v3_cpu"])
-def config_and_bits(request, tmp_path_factory) -> tuple[str, list[tuple[Any, ...]]]:
-    """A config, and what it trains without activation checkpointing."""
-    folder = tmp_path_factory.mktemp("none") / "run"
-    return request.param, train_in_bf16(folder, request.param, "none", "2")
-
-
-@pytest.mark.parametrize(("mode", "option"), RECOMPUTING)
-def test_activation_checkpointing_keeps_the_bits_and_the_counts(config_and_bits, mode, option, tmp_path):
-    config, expected = config_and_bits
-    assert train_in_bf16(tmp_path / "run", config, mode, option) == expected
+def test_activation_checkpointing_keeps_the_bits_and_the_counts(tmp_path):
+    """A whole training; the other modes and DeepSeek-V3 take one step, below."""
+    assert train_in_bf16(tmp_path / "op", "selective", "op") == train_in_bf16(tmp_path / "none", "none", "2")
 
 
 def one_step(config: str, mode: str, option: str) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -342,7 +331,7 @@ def test_counts_are_tokens_times_top_k(config_and_step):
         assert all(layer.sum() == 2 * 64 * 2 for layer in counts)
 
 
-@pytest.mark.parametrize(("mode", "option"), RECOMPUTING)
+@pytest.mark.parametrize(("mode", "option"), [("selective", "2"), ("selective", "op"), ("full", "2")])
 def test_recomputing_counts_and_routes_as_the_first_time(config_and_step, mode, option):
     """The counts after TorchTitan's correction are the same in every mode, and ties go the same way again."""
     config, expected = config_and_step
@@ -463,4 +452,6 @@ def test_fewer_texts_than_ranks_is_refused(tmp_path):
     (tmp_path / "one.jsonl").write_text('{"text": "one"}\n')
     done = launch(tmp_path / "run", "--training.dataset=local", f"--training.dataset_path={tmp_path}/one.jsonl")
     assert done.returncode == 2
-    assert "must hold a text for each of 2 data-parallel ranks" in done.stderr
+    assert done.stdout == ""
+    assert "must hold a text for each of 2 data-parallel ranks" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
