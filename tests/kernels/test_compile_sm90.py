@@ -27,6 +27,7 @@ def test_compiles_for_hopper(tmp_path: Path) -> None:
     eager = [row for row in rows if not row["compiled"]]
     assert sum(row["backward"] for row in eager) == 4 * len({(row["shape"], row["recorded"]) for row in eager})
     assert {row["backward"] for row in rows if row["compiled"]} == {False, True}
+    assert {row["arch"] for row in rows if "wgrad" in row["kernel"]} == {80, 90}
     for row in rows:
         assert row["shared_bytes"] <= MAX_SHARED_BYTES, row
         assert row["spill_bytes"] == 0, row
