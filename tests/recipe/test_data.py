@@ -32,6 +32,7 @@ def _own_cache(tmp_path, monkeypatch):
 def job(dataset: str, path: str | Path | None = None, tokenizer: Path = TOKENIZER) -> Any:
     return SimpleNamespace(
         training=SimpleNamespace(dataset=dataset, dataset_path=None if path is None else str(path)),
+        validation=SimpleNamespace(enable=False),
         model=SimpleNamespace(hf_assets_path=str(tokenizer)),
     )
 

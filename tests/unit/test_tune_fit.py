@@ -159,14 +159,14 @@ def test_a_calibration_is_read_back(tmp_path):
         ({"samples": []}, "samples must not be empty, got none"),
         ({"memory_gbs": -1.0}, "memory_gbs must be a positive number, got -1.0"),
         ({"memory_gbs": "fast"}, "memory_gbs must be a positive number, got 'fast'"),
-        ({"num_multiprocessors": 0}, "num_multiprocessors must be a whole number from 1, got 0"),
+        ({"num_multiprocessors": 0}, "num_multiprocessors must be a whole number from 1 to 1024, got 0"),
         ({"us": 0.0}, r"samples\[3\].us must be a positive number, got 0.0"),
         ({"us": math.nan}, r"samples\[3\].us must be a positive number, got nan"),
         ({"us": math.inf}, r"samples\[3\].us must be a positive number, got inf"),
         ({"tile": "huge"}, r"samples\[3\].tile must be one of wide4, wide3, narrow, got 'huge'"),
         ({"step": "rest"}, r"samples\[3\].step must be one of exchange, .*, got 'rest'"),
-        ({"num_tokens": -4}, r"samples\[3\].num_tokens must be a whole number from 1, got -4"),
-        ({"num_link": 0}, r"samples\[3\].num_link must be a whole number from 1, got 0"),
+        ({"num_tokens": -4}, r"samples\[3\].num_tokens must be a whole number from 1 to 16777216, got -4"),
+        ({"num_link": 0}, r"samples\[3\].num_link must be a whole number from 1 to 16777216, got 0"),
     ],
 )
 def test_a_calibration_that_cannot_be_fitted(change, expected, tmp_path):
