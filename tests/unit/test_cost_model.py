@@ -1,6 +1,7 @@
 """The autotuner's model: counted work, units, what must get slower when, and tables."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -239,6 +240,33 @@ def test_a_wrong_file_is_named(old, new, what, tmp_path, h200):
         Hardware.load(path)
     assert str(path) in str(caught.value)
     assert what in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "expected"),
+    [
+        ("num_multiprocessors", 132.5, "num_multiprocessors must be a whole number from 1 to 1024, got 132.5"),
+        ("num_multiprocessors", 10**12, "got 1000000000000"),
+        ("memory_gbs", True, "memory_gbs must be a positive number, got True"),
+        ("memory_gbs", 1e-300, "memory_gbs must be a positive number, got 1e-300"),
+        ("assumed", "mark_us", "assumed must be names of constants"),
+        ("link", {"gbs": [["12"]]}, "gbs must be 1 x 1 positive numbers"),
+        ("link", {"gbs": [[1.0, 2.0]]}, "gbs must be 1 x 1 positive numbers"),
+        ("link", {"num_programs": [float("nan")]}, "num_programs must be whole numbers that ascend from 1"),
+        ("copy", {"num_warps": [4.5]}, "num_warps must be whole numbers that ascend from 1"),
+        ("copy", {"num_warps": []}, "num_warps must be whole numbers that ascend from 1"),
+    ],
+)
+def test_a_damaged_value_is_named(what, value, expected, tmp_path, h200):
+    path = tmp_path / "gpu.json"
+    h200.save(path)
+    values = json.loads(path.read_text())
+    if what in ("link", "copy"):
+        value = {"num_warps": [4], "num_programs": [16], "gbs": [[300.0]]} | value
+    path.write_text(json.dumps(values | {what: value}))
+    with pytest.raises(HardwareError) as caught:
+        Hardware.load(path)
+    assert expected in str(caught.value)
 
 
 def test_a_tile_that_was_never_timed_is_not_offered(h200):

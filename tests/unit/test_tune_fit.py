@@ -160,6 +160,11 @@ def test_a_calibration_is_read_back(tmp_path):
         ({"memory_gbs": -1.0}, "memory_gbs must be a positive number, got -1.0"),
         ({"memory_gbs": "fast"}, "memory_gbs must be a positive number, got 'fast'"),
         ({"num_multiprocessors": 0}, "num_multiprocessors must be a whole number from 1 to 1024, got 0"),
+        ({"name": 5}, "name must be a GPU's, got 5"),
+        (
+            {"num_link": 100000},
+            r"samples\[3\].num_link \+ num_local must leave programs of 132 multiprocessors, got 1000.*",
+        ),
         ({"us": 0.0}, r"samples\[3\].us must be a positive number, got 0.0"),
         ({"us": math.nan}, r"samples\[3\].us must be a positive number, got nan"),
         ({"us": math.inf}, r"samples\[3\].us must be a positive number, got inf"),
