@@ -21,6 +21,7 @@ from recipes.config import Tune
 from recipes.data import DataError, check_data
 from recipes.families import FAMILIES
 from recipes.load import ConfigError
+from recipes.parallelize import compiles_model
 from uniep.autotune.hardware import TUNED
 from uniep.kernels.config import default_config
 from uniep.shapes import MoEShape, ShapeError
@@ -149,8 +150,7 @@ def _check_training(config: JobConfig, world_size: int) -> None:
             '[activation_checkpoint] selective_ac_option must be "op" or a whole number, '
             f'got "{ac.selective_ac_option}"'
         )
-    compiles = config.compile.enable and "model" in config.compile.components
-    if ac.mode == "memory_budget" and not compiles:
+    if ac.mode == "memory_budget" and not compiles_model(config):
         raise ConfigError(
             '[activation_checkpoint] mode must not be "memory_budget" without [compile] enable = true and "model" in '
             f'its components, got "{ac.mode}"'
@@ -172,7 +172,7 @@ def _check_training(config: JobConfig, world_size: int) -> None:
         raise ConfigError(
             f"[uniep] timeline_steps must be steps up to [training] steps = {training.steps}, got {late[0]}"
         )
-    divisor = 2 * parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    divisor = _seq_len_divisor(config)
     if training.seq_len % divisor:
         raise ConfigError(
             "[training] seq_len must be divisible by 2 * tensor_parallel_degree * context_parallel_degree = "
@@ -241,8 +241,12 @@ def _check_compile(config: JobConfig) -> None:
         )
 
 
+def _seq_len_divisor(config: JobConfig) -> int:
+    return 2 * config.parallelism.tensor_parallel_degree * config.parallelism.context_parallel_degree
+
+
 def _check_validation(config: JobConfig) -> None:
-    validation, training, parallelism = config.validation, config.training, config.parallelism
+    validation, training = config.validation, config.training
     if not validation.enable:
         return
     if FAMILIES[config.model.name].build_validator_fn is None:
@@ -250,7 +254,7 @@ def _check_validation(config: JobConfig) -> None:
             f'[validation] enable must be false for [model] name = "{config.model.name}", which TorchTitan cannot '
             "validate, got true"
         )
-    divisor = 2 * parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    divisor = _seq_len_divisor(config)
     if not 1 <= validation.seq_len <= training.seq_len or validation.seq_len % divisor:
         raise ConfigError(
             f"[validation] seq_len must be up to [training] seq_len = {training.seq_len} and divisible by 2 * "

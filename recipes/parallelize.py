@@ -63,7 +63,7 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
             options=job_config.uniep,
             score_before_experts=args.moe_args.score_before_experts,
             num_layers_waiting=_num_layers_waiting(model, job_config),
-            compiled=_compiles_model(job_config),
+            compiled=compiles_model(job_config),
         )
         with_experts = [block for block in _blocks(model) if block.moe_enabled]
         for number, block in enumerate(with_experts):
@@ -107,7 +107,7 @@ def _max_tokens(job_config: JobConfig) -> int:
     return num_tokens
 
 
-def _compiles_model(job_config: JobConfig) -> bool:
+def compiles_model(job_config: JobConfig) -> bool:
     return job_config.compile.enable and "model" in job_config.compile.components
 
 
@@ -124,7 +124,7 @@ def _parallelize(
     model: nn.Module, parallel_dims: ParallelDims, job_config: JobConfig, ac_save_ops: set[torch._ops.OpOverload]
 ) -> nn.Module:
     """`parallelize_qwen3` and `parallelize_deepseekv3` without tensor parallelism and without placing the experts."""
-    model_compile_enabled = _compiles_model(job_config)
+    model_compile_enabled = compiles_model(job_config)
     if parallel_dims.cp_enabled:
         apply_cp_to_attention_module(
             [block.attention.inner_attention for block in _blocks(model)],
