@@ -383,6 +383,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.numerics_fast and options.passes != "both":
         parser.error("--pass must be both with --numerics-fast, got forward: only the backward differs")
+    if options.hardware and options.tune == "off":
+        parser.error("--hardware must come with --tune model or measured, got none: nothing else asks it")
     try:
         chosen = layers(options)
     except ShapeError as error:

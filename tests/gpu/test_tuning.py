@@ -8,10 +8,9 @@ import torch
 from recipes.config import Tune
 from recipes.launch_times import LayerInputs
 from recipes.tuning import open_tuner
+from tests.gpu.bucket_training import num_compiled
 from uniep.autotune.hardware import shipped
 from uniep.kernels.config import default_config
-from uniep.kernels.dispatch_gemm import _dispatch_gemm_kernel
-from uniep.kernels.gemm_combine import _gemm_combine_kernel
 from uniep.layer import fused_moe
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
@@ -23,11 +22,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHAPE = MoEShape(32, 4, 1024, 512)
-
-
-def num_compiled() -> int:
-    device = torch.cuda.current_device()
-    return sum(len(kernel.device_caches[device][0]) for kernel in (_dispatch_gemm_kernel, _gemm_combine_kernel))
 
 
 @pytest.mark.parametrize("score_before_experts", [False, True])
