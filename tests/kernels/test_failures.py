@@ -1,5 +1,6 @@
 """What goes wrong ends within the bound and says who."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,13 @@ def test_peer_with_another_layout_is_named(tmp_path: Path) -> None:
     (tmp_path / "rank1").write_bytes(b"123")
     with pytest.raises(HeapError, match=rf"^heap of rank 1 must be {LAYOUT.num_bytes} bytes as on rank 0, got 3"):
         open_shared_memory(LAYOUT, rank=0, directory=tmp_path, timeout_s=0.2)
+
+
+def test_part_of_a_rank_that_has_closed_can_still_be_mapped(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        for heap in pool.map(lambda rank: open_shared_memory(LAYOUT, rank=rank, directory=tmp_path), (0, 1)):
+            heap.close()
+    open_shared_memory(LAYOUT, rank=0, directory=tmp_path, timeout_s=0.2).close()
 
 
 def test_closed_heap_is_refused() -> None:

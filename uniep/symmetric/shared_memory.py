@@ -22,7 +22,8 @@ def open_shared_memory(
     Args:
         layout: the same on every rank.
         rank: this process.
-        directory: a new, empty directory that all ranks see, best under /dev/shm; each puts one file there.
+        directory: a new, empty directory that all ranks see, best under /dev/shm; each puts one file there, which stays
+            until the caller removes the directory: a rank may close its heap before a slower one has mapped its part.
         timeout_s: how long to wait for the peers to open theirs, and the bound of every wait in a kernel.
 
     Raises:
@@ -50,15 +51,11 @@ def open_shared_memory(
             )
     parts = [torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths]
 
-    def close() -> None:
-        parts.clear()
-        paths[rank].unlink(missing_ok=True)
-
     return SymmetricHeap(
         layout,
         rank=rank,
         base_U8=parts[rank],
         peer_addresses=[part.data_ptr() for part in parts],
-        close=close,
+        close=parts.clear,
         timeout_s=timeout_s,
     )
