@@ -152,6 +152,7 @@ def open_backend(
 
     Raises:
         HeapError: the fused kernels' symmetric memory could not be opened.
+        TuneError: [uniep.tune] names what this GPU cannot run.
     """
     group = None if ep_mesh is None else ep_mesh.get_group()
     logger.info(f'MoE numerics: "{options.numerics}"')

@@ -91,7 +91,7 @@ class StepRecord:
 class RunRecords:
     """Writes both files. A restarted run goes on where its checkpoint ends; later steps are run and written anew.
 
-    Nothing is written before the first step is done: a start that fails leaves older records as they were. run.json is
+    No record is written before the first step is done: a start that fails leaves older ones as they were. run.json is
     replaced as a whole and metrics.jsonl is flushed every step, so that a crash costs at most one line.
     """
 

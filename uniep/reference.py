@@ -249,7 +249,7 @@ def reference_moe(
     """The routed experts of one MoE layer, from the router's choice to the combined output, with autograd.
 
     Args:
-        x_TD: tokens of this rank, bf16 (on CPUs also fp32).
+        x_TD: tokens of this rank, bf16 (fp32 on CPUs and where no FSDP casts them).
         scores_TK: fp32 routing scores.
         expert_ids_TK: int64 in [0, E), the experts of each token.
         w1_LFD, w2_LDF, w3_LFD: this rank's experts, out = w2 (silu(w1 x) * w3 x).

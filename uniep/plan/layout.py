@@ -130,7 +130,7 @@ class HeapLayout:
 
     @property
     def max_col_tiles(self) -> int:
-        """The most column tiles of the down GEMM, for the scoreboard of (row tile, column tile)."""
+        """The most column tiles of a GEMM + combine, for the scoreboard of (row tile, column tile)."""
         return -(-self.shape.dim // MIN_TILE_COLS)
 
 

@@ -28,7 +28,7 @@ class Scoreboard:
 
     Attributes:
         input_ready: [max_tiles], epoch in which the relay filled a tile's rows.
-        output_ready: [max_tiles * max_col_tiles], epoch in which a tile of the down GEMM was stored.
+        output_ready: [max_tiles * max_col_tiles], epoch in which a tile of a GEMM + combine was stored.
         counters: [NUM_COUNTERS], task counters; the last program of a launch leaves them at zero.
         watch: see `uniep.kernels.signals`.
     """
@@ -109,7 +109,7 @@ class SymmetricHeap:
         return self.layout.regions[name].offset_bytes
 
     def next_epoch(self) -> int:
-        """Starts a forward: the number that its flags will hold."""
+        """Starts a forward or a backward: the number that its flags will hold."""
         if self._close is None:
             raise HeapError(f"heap of rank {self.rank} must be open, got a closed one")
         self._epoch += 1
