@@ -87,8 +87,8 @@ def forward_steps(
     timeline: Timeline | None = None,
 ) -> Generator[None, None, tuple[Tensor, Saved | None]]:
     """One forward without autograd, in steps: exchange, plan, dispatch + up GEMM, down GEMM + combine, the rest.
-    Returns the output, which fast does not change, and what `backward_steps` needs if save. A timeline that is recording
-    gets every task.
+    Returns the output, which fast does not change, and what `backward_steps` needs if save. A timeline that is
+    recording gets every task.
 
     It stops between launches, so that one host thread can drive the virtual ranks of a GPU side by side: a kernel waits
     for those of the other ranks, which must then be launched before the host waits for anything. Also torch's own
