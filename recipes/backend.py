@@ -21,7 +21,7 @@ from uniep.plan.layout import HeapLayout
 from uniep.plan.room import Room
 from uniep.reference import reference_moe
 from uniep.shapes import MoEShape
-from uniep.symmetric.heap import HeapError, SymmetricHeap
+from uniep.symmetric.heap import HeapError, MissingPeerError, SymmetricHeap
 from uniep.symmetric.nvshmem import open_nvshmem
 from uniep.symmetric.torch_symmetric import open_torch_symmetric
 from uniep.symmetric.virtual_ranks import open_virtual_ranks
@@ -98,8 +98,8 @@ def refused_tokens(config: JobConfig, world_size: int) -> str | None:
     """Why the fused kernels, which take bf16 tokens, cannot run a config; None where its tokens are bf16.
 
     FSDP casts the tokens of every module. Without it TorchTitan trains under autocast, where a norm's output, which is
-    what the MoE block gets, is fp32 whatever it is made of; in pipeline stages, or for a dtype that autocast does not
-    know, there is none.
+    what the MoE block gets, is fp32 whatever it is made of (from torch 2.13 on; the rule is one for all versions); in
+    pipeline stages, or for a dtype that autocast does not know, there is none.
     """
     training, parallelism = config.training, config.parallelism
     pipeline, context = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
@@ -120,7 +120,7 @@ def refused_tokens(config: JobConfig, world_size: int) -> str | None:
     if training.mixed_precision_param != "float32" and pipeline == 1:
         return (
             f'[training] mixed_precision_param must be "float32" {rule} where no FSDP casts the tokens (one GPU, or '
-            "none that shards with another), because autocast makes them float32, "
+            "none that shards with another), because autocast makes them float32 (torch 2.13), "
             f'got "{training.mixed_precision_param}"'
         )
     return None
@@ -231,7 +231,8 @@ def open_heap(
         try:
             return open_nvshmem(layout, group=group, device=device, timeout_s=timeout_s), "nvshmem"
         except HeapError as error:
-            if options.symmetric_memory == "nvshmem":
+            # A peer that does not come would not come to another memory either.
+            if options.symmetric_memory == "nvshmem" or isinstance(error, MissingPeerError):
                 raise
             logger.warning(f"NVSHMEM is not used, torch's symmetric memory takes its place: {error}")
     return open_torch_symmetric(layout, group=group, device=device, timeout_s=timeout_s), "torch"

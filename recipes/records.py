@@ -15,6 +15,7 @@ import torch
 from torchtitan.tools.logging import logger
 
 from recipes.expert_load import ExpertLoad
+from uniep.files import replace_text
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
@@ -44,6 +45,8 @@ def lock_folder(folder: str | Path) -> TextIO:
         ) from None
     except OSError as error:  # a network file system without locks
         logger.warning(f"{folder} cannot be locked, a second run would mix its records with this one's: {error}")
+    # A data loader's worker is a fork, and would hold the lock after its rank has died.
+    os.register_at_fork(after_in_child=file.close)
     return file
 
 
@@ -124,7 +127,7 @@ class RunRecords:
     def add(self, **facts: Any) -> None:
         """Adds facts once steps have been written."""
         self._run |= facts
-        _replace(self._folder / RUN_FILE, _to_json(self._run))
+        replace_text(self._folder / RUN_FILE, _to_json(self._run))
 
     def add_timeline_files(self, names: list[str]) -> None:
         """Lists files of the kernel timeline, names within the folder. Some may replace those of before a restart."""
@@ -135,7 +138,7 @@ class RunRecords:
             self._metrics = self._open_metrics(record.step)
             if self._continued and record.step > 1:
                 self._run["earlier_starts"] = self._earlier_starts(record.step - 1)
-            _replace(self._folder / RUN_FILE, _to_json(self._run))
+            replace_text(self._folder / RUN_FILE, _to_json(self._run))
         self._metrics.write(record.to_json() + "\n")
         self._metrics.flush()
 
@@ -148,9 +151,9 @@ class RunRecords:
         path = self._folder / METRICS_FILE
         if path.exists() and first_step == 1:
             kept = _free_folder(self._folder)
-            path.rename(kept / METRICS_FILE)
             if self._earlier is not None:
-                _replace(kept / RUN_FILE, _to_json(self._earlier))
+                replace_text(kept / RUN_FILE, _to_json(self._earlier))
+            path.rename(kept / METRICS_FILE)
             if (timeline := self._folder / TIMELINE_FOLDER).exists():
                 timeline.rename(kept / TIMELINE_FOLDER)
             logger.warning(f"The records in {self._folder} are of an earlier run; they are kept in {kept}")
@@ -159,7 +162,7 @@ class RunRecords:
             before = [line for line in lines if _step_of(line) < first_step]
             if len(before) < len(lines):
                 logger.info(f"Steps from {first_step} on are run again; {len(lines) - len(before)} lines are replaced")
-                _replace(path, "".join(before))
+                replace_text(path, "".join(before))
         return open(path, "a", encoding="utf-8")
 
     def _earlier_starts(self, last_step: int) -> list[dict[str, Any]]:
@@ -250,13 +253,6 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _to_json(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, default=str, ensure_ascii=False) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Writes a file as a whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _step_of(line: str) -> float:

@@ -51,6 +51,8 @@ class StepTimeline:
         write_timeline(
             path, launches, step=step, rank=rank, num_unrecorded_launches=self._timeline.num_unrecorded_launches
         )
+        # run.json lists files that are there.
+        torch.distributed.barrier()
         logger.info(f"Step {step}: {sum(len(launch.records_RW) for launch in launches)} tasks are recorded in {path}")
         return names
 

@@ -1,5 +1,6 @@
 """Logs a run to wandb."""
 
+import functools
 import os
 from typing import Any
 
@@ -16,7 +17,10 @@ _MAX_BINS = 512
 
 
 class WandbLogger(BaseLogger):
-    """Logs to wandb; without an API key into an offline run. A restarted run goes on in the same wandb run."""
+    """Logs to wandb; into an offline run where there is no API key or wandb does not take the run.
+
+    A restarted run goes on in the same wandb run.
+    """
 
     def __init__(self, folder: str, job_config: JobConfig, run_id: str):
         import wandb
@@ -26,17 +30,24 @@ class WandbLogger(BaseLogger):
             mode = "offline"
             logger.info("wandb has no API key: the run is recorded offline; `wandb sync` uploads it later")
         os.makedirs(folder, exist_ok=True)
-        self._run = wandb.init(
+        start = functools.partial(
+            wandb.init,
             entity=os.environ.get("WANDB_TEAM"),
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_RUN_NAME"),
             id=os.environ.get("WANDB_RUN_ID", run_id),
             group=os.environ.get("WANDB_RUN_GROUP"),
             resume="allow",
-            mode=mode,
             dir=folder,
             config=job_config.to_dict(),
         )
+        try:
+            self._run = start(mode=mode)
+        except wandb.Error as error:
+            # Training goes on while wandb's server does not answer.
+            logger.warning(f"wandb does not take the run, which is recorded offline; `wandb sync` uploads it: {error}")
+            wandb.teardown()  # its service holds the run's id
+            self._run = start(mode="offline")
         # Steps as an ordinary metric: wandb's own step counter drops the steps that a restart runs again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -13,10 +13,8 @@ with the configuration that the autotuner chooses too, as `[uniep.tune] mode` se
 """
 
 import argparse
-import json
 import statistics
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,7 +33,7 @@ from recipes.backend import RoutedBackend, open_backend
 from recipes.choices import TuneError, find_hardware
 from recipes.config import Tune, UniEP
 from recipes.experts import UniEPMoE
-from recipes.records import commit, versions
+from tools.benchmark_file import write_benchmark
 from tools.command import end_with
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.workload import chance_wanted
@@ -343,26 +341,13 @@ def work(options: argparse.Namespace, argv: list[str]) -> int:
         if dist.get_rank() == 0:
             print(report(row), flush=True)
             if options.out:
-                write(options, argv, rows)
+                write_benchmark(options.out, "tools.bench_moe", argv, {"rows": rows})
     if dist.get_rank() == 0 and len(rows) > 1 and all(row["bits_equal"] for row in rows):
         ours = statistics.geometric_mean(row["uniep_ms"] / row["gemm_ms"] for row in rows)
         stock = statistics.geometric_mean(row["stock_ms"] / row["uniep_ms"] for row in rows)
         print(f"geometric mean: {stock:.2f}x stock, {ours:.2f}x the grouped GEMMs alone")
     dist.destroy_process_group()
     return 1 if any(row["unequal_shares"] for row in rows) else 0
-
-
-def write(options: argparse.Namespace, argv: list[str], rows: list[dict[str, Any]]) -> None:
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "rows": rows,
-        "gpu": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "commit": commit(),
-        "command": "python -m tools.bench_moe " + " ".join(argv),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def main(argv: list[str]) -> int:

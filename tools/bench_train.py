@@ -24,6 +24,7 @@ from typing import Any
 
 from tools import compare_runs
 from tools.command import end_with
+from uniep.files import replace_text
 
 # Compilation, first allocations and the autotuner's first look lie in the first steps.
 WARMUP_STEPS = 3
@@ -131,7 +132,7 @@ def main(argv: list[str]) -> int:
     }
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        replace_text(options.out, json.dumps(result, indent=2) + "\n")
     if not is_kept:
         shutil.rmtree(options.keep)
     return 0 if all(row.get("identical", True) for row in rows) else 1

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.command import end_with
+from tools.pyplot import PlotError, load_pyplot
 from tools.records import VALUES, RecordError, Run, check_output, read_run
 
 IDENTICAL, DIFFERENT, UNCOMPARABLE = 0, 1, 2
@@ -481,19 +482,6 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _pyplot() -> Any:
-    """Raises ComparisonError where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ComparisonError(f"--plot must have matplotlib installed, got {error}; pip install matplotlib") from None
-    # Without a display any other backend fails, and nothing is shown here.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def write_plot(pyplot: Any, path: str, labels: Sequence[str], runs: Sequence[Run]) -> None:
     """Writes a PNG: the loss of every run, and below the difference of each to the first.
 
@@ -579,7 +567,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.plot:
             check_output("--plot", arguments.plot, folders)
-        pyplot = _pyplot() if arguments.plot else None
+        pyplot = load_pyplot("--plot") if arguments.plot else None
         runs = [read_run(folder) for folder in folders]
         for warning in check_comparable(labels, runs, arguments.force):
             print(f"warning: {warning}", file=sys.stderr)
@@ -588,7 +576,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if pyplot:
             write_plot(pyplot, arguments.plot, labels, runs)
             print(f"\nplot: {Path(arguments.plot)}")
-    except (RecordError, ComparisonError) as error:
+    except (RecordError, ComparisonError, PlotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return UNCOMPARABLE
     return IDENTICAL if all(pair.identical for pair in pairs) else DIFFERENT

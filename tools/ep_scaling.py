@@ -9,7 +9,6 @@ fewer, fuller experts gain. Rows with unequal bits, and runs that differ in anyt
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.command import end_with
+from tools.pyplot import PlotError, load_pyplot
 
 CURVES = {"stock": "TorchTitan", "uniep": "uniep", "gemm": "its grouped GEMMs alone"}
 # Equal in all files, and in all rows of a layer.
@@ -110,10 +110,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("files", metavar="FILE.json", nargs="+", type=Path, help="what tools.bench_moe --out wrote")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="PNG to write")
     options = parser.parse_args(argv)
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        print("error: --plot must have matplotlib installed: pip install -e .[plot]", file=sys.stderr)
-        return 2
     try:
+        if options.plot:
+            load_pyplot("--plot")
         if options.plot and options.plot.resolve() in {file.resolve() for file in options.files}:
             raise ScalingError(f"--plot must be another file than those read, got {options.plot}")
         rows = [row for file in options.files for row in read_rows(file)]
@@ -123,7 +122,7 @@ def main(argv: list[str]) -> int:
             passes = {"both": "forward and backward", "forward": "forward"}[rows[0]["pass"]]
             plot(found, f"One MoE layer, {passes}, {rows[0]['tokens']} tokens per rank, {rows[0]['gpu']}", options.plot)
             print(f"plot: {options.plot}")
-    except ScalingError as error:
+    except (ScalingError, PlotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from tools.command import end_with
+from tools.pyplot import PlotError, load_pyplot
 from tools.records import RecordError
-from tools.timeline_plot import PlotError, load_pyplot, write_plot
+from tools.timeline_plot import write_plot
 from tools.timeline_records import FIELDS, Launch, RankTimeline, read_timelines
 from tools.timeline_shares import summarize
 from tools.timeline_trace import write_trace
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     out = arguments.out or arguments.run / "timeline"
     try:
-        pyplot = None if arguments.no_png else load_pyplot()
+        pyplot = None if arguments.no_png else load_pyplot("a picture (--no-png writes none)")
         timelines = read_timelines(arguments.run, arguments.step, arguments.rank)
         out.mkdir(parents=True, exist_ok=True)
         paths = [out / f"step-{timelines[0].step}.{ending}" for ending in ("trace.json", "png")]

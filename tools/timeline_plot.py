@@ -33,24 +33,6 @@ _MIN_WAIT = 1 / 1000
 _SHORT_PHASE = 1 / 8
 
 
-class PlotError(RuntimeError):
-    """There is nothing to draw with."""
-
-
-def load_pyplot() -> Any:
-    """Raises PlotError where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise PlotError(
-            "the PNG needs matplotlib: pip install 'uniep-recipe[plot]', or leave it out with --no-png"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def drawn_launches(timeline: RankTimeline) -> list[Launch]:
     """The last launch of each name but the exchange's, which is one moment: in the order in which they ran."""
     last = {launch.name: launch for launch in timeline.launches if launch.name != "exchange"}

@@ -11,7 +11,6 @@ gradients of every configuration must equal the default's bit for bit. --samples
 """
 
 import argparse
-import importlib.util
 import json
 import statistics
 import sys
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,11 +29,12 @@ from recipes.backend import open_heap
 from recipes.choices import TuneError, choice_of, find_hardware, kernel_config
 from recipes.config import UniEP
 from recipes.launch_times import LayerInputs, measure_layer, warm_up
-from recipes.records import commit, versions
 from tools import tune_report
 from tools.bench_moe import Layer, layers
+from tools.benchmark_file import write_benchmark
 from tools.calibrate import check_counts, check_writable, samples_of
 from tools.command import end_with
+from tools.pyplot import PlotError, load_pyplot
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from tools.tune_report import Config, Tuned
 from uniep.autotune.calibration import Calibration
@@ -215,18 +214,13 @@ def write(
     options: argparse.Namespace, argv: list[str], hardware: Hardware, tuned: list[Tuned], samples: list[Sample]
 ) -> None:
     rows = tune_report.rows(tuned)
-    record: dict[str, Any] = {
+    figures = {
         "summary": tune_report.summary(rows),
         "best_fixed": {launch: list(config) for launch, config in tune_report.best_fixed(tuned).items()},
         "rows": rows,
         "hardware": {"source": hardware.source, "fingerprint": hardware.fingerprint},
-        "gpu": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "commit": commit(),
-        "command": "python -m tools.tune " + " ".join(argv),
-        "date": time.strftime("%Y-%m-%d"),
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_benchmark(options.out, "tools.tune", argv, figures)
     if options.plot:
         tune_report.plot(tuned, options.plot)
     if options.samples:
@@ -237,7 +231,7 @@ def write(
             hardware.link,
             hardware.copy,
             tuple(samples),
-            record["command"],
+            "python -m tools.tune " + " ".join(argv),
         ).save(options.samples)
 
 
@@ -296,15 +290,14 @@ def main(argv: list[str]) -> int:
             raise argparse.ArgumentTypeError(f"--{', --'.join(outputs)} must be different files")
         for name, path in outputs.items() if not options.search_only else ():
             check_writable(f"--{name}", path)
+        if options.plot:
+            load_pyplot("--plot")
         for layer in all_layers(options):
             Workload.balanced(layer.shape, layer.num_tokens)
         if options.hardware:
             kernel_space(Hardware.load(Path(options.hardware)))
-    except (ValueError, argparse.ArgumentTypeError) as error:
+    except (ValueError, argparse.ArgumentTypeError, PlotError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        print("error: --plot must have matplotlib installed: pip install -e .[plot]", file=sys.stderr)
         return 2
     if options.search_only:
         return search_only(options)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.gpu.test_fused_backward import reference_gradients
 from tests.gpu.test_fused_forward import CASES as FORWARD_CASES
 from tests.gpu.test_fused_forward import draw_ids
+from tests.kernels.oracle import Batch, moe_gradients_fp64
 from uniep.layer import backward_steps, forward_steps
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
@@ -22,23 +23,6 @@ NAMES = ("x", "scores", "w1", "w2", "w3")
 MOST_OF_THE_CONTRACTS_ERROR = 1.5
 # Those left out switch what both numerics have in common.
 CASES = {name: case for name, case in FORWARD_CASES.items() if name not in ("four_stages", "by_token", "static_roles")}
-
-
-def fp64_gradients(
-    inputs: list[list[Tensor]], weights: list[Tensor], grads: list[Tensor], *, score_before_experts: bool
-) -> list[Tensor]:
-    """Gradients of all ranks' x and scores, joined, and of all experts' weights, without any rounding of bf16."""
-    joined_x, joined_scores, ids = (torch.cat(parts) for parts in zip(*inputs, strict=True))
-    x, scores, *leaves = (t.double().requires_grad_() for t in (joined_x, joined_scores, *weights))
-    grad = torch.cat(grads).double()
-    total = torch.zeros((), dtype=torch.float64, device=x.device)
-    for expert, (w1, w2, w3) in enumerate(zip(*leaves, strict=True)):
-        token, k = (ids == expert).nonzero(as_tuple=True)
-        rows, score = x[token], scores[token, k, None]
-        rows = rows * score if score_before_experts else rows
-        y = (torch.nn.functional.silu(rows @ w1.T) * (rows @ w3.T)) @ w2.T
-        total = total + ((y if score_before_experts else y * score) * grad[token]).sum()
-    return list(torch.autograd.grad(total, (x, scores, *leaves)))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -97,7 +81,9 @@ def test_error_is_the_contracts_at_most(name: str, num_ranks: int) -> None:
         got = run(inputs, grads)
         of_ranks, grad_weights = reference_gradients(case, inputs, weights, grads)
         bitwise = [*(torch.cat(part) for part in zip(*of_ranks, strict=True)), *grad_weights]
-        exact = fp64_gradients(inputs, weights, grads, **order)
+        # All ranks' tokens as one rank's.
+        joined = Batch(shape, *([torch.cat(parts)] for parts in zip(*inputs, strict=True)), *weights)
+        exact = moe_gradients_fp64(joined, [torch.cat(grads)], **order).of_rank(0, shape.num_experts)
         for what, value, reference, want in zip(NAMES, got, bitwise, exact, strict=True):
             allowed = MOST_OF_THE_CONTRACTS_ERROR * relative_error(reference, want)
             assert 0.0 < allowed < 2**-6, what

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tests.gpu.test_fused_forward import CASES, Case, draw_ids
-from uniep.kernels.swiglu import swiglu_backward, swiglu_backward_ref
+from tests.kernels.test_backward import swiglu_backward_kernel
+from uniep.kernels.swiglu import swiglu_backward_ref
 from uniep.layer import backward_steps, forward_steps
 from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
@@ -98,22 +97,12 @@ def test_equals_reference(name: str, num_ranks: int) -> None:
                 assert torch.equal(value, want[local]), what
 
 
-@triton.jit
-def _swiglu_backward_kernel(grad_h, gate, up, grad_gate, grad_up, h, BLOCK: tl.constexpr):
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    grad = tl.load(grad_h + index).to(tl.float32)
-    results = swiglu_backward(grad, tl.load(gate + index), tl.load(up + index))
-    tl.store(grad_gate + index, results[0])
-    tl.store(grad_up + index, results[1])
-    tl.store(h + index, results[2])
-
-
 def test_swiglu_backward_of_every_gate() -> None:
     """All 65,536 bf16 values of g, each with many u and gradients: no bit may differ from torch."""
     gate = torch.arange(65536, dtype=torch.int32, device="cuda").to(torch.int16).view(torch.bfloat16).repeat(64)
     grad_h, up = (torch.randn(len(gate), device="cuda").bfloat16() for _ in range(2))
     outputs = [torch.empty_like(gate) for _ in range(3)]
-    _swiglu_backward_kernel[(len(gate) // 1024,)](grad_h, gate, up, *outputs, BLOCK=1024)
+    swiglu_backward_kernel[(len(gate) // 1024,)](grad_h, gate, up, *outputs, BLOCK=1024)
     for what, got, want in zip(("grad_g", "grad_u", "h"), outputs, swiglu_backward_ref(grad_h, gate, up), strict=True):
         finite = torch.isfinite(gate) & torch.isfinite(want)
         assert torch.equal(got[finite], want[finite]), what

@@ -1,35 +1,28 @@
 """On 2 GPUs: whole runs of the recipe with TorchTitan's own MoE block and with ours are the same, bit for bit."""
 
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 
 from recipes.families import FAMILIES
+from tests.processes import run_command
 from tests.recipe.runs import read_run, read_steps
 from tools import compare_runs
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA GPUs")
-ROOT = Path(__file__).parents[2]
 # Of each run; the environment's for longer ones.
 STEPS = int(os.environ.get("STEPS", "50"))
 
 
-def start(config: str, folder: Path, *overrides: str) -> subprocess.Popen:
+def train(config: str, folder: Path, *overrides: str) -> CompletedProcess[str]:
     command = [sys.executable, "-m", "recipes.launch", "--job.config_file", f"train_configs/{config}.toml"]
-    command += [
-        "--job.dump_folder",
-        str(folder),
-        "--training.steps",
-        str(STEPS),
-        "--metrics.no-enable-wandb",
-        *overrides,
-    ]
-    with open(f"{folder}.log", "w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env={**os.environ, "NGPU": "2"})
+    command += ["--job.dump_folder", str(folder), "--training.steps", str(STEPS), "--metrics.no-enable-wandb"]
+    return run_command([*command, *overrides], env={**os.environ, "NGPU": "2"}, timeout_s=280.0)
 
 
 # Four microbatches of 4 sequences on each of 2 data-parallel ranks.
@@ -46,12 +39,14 @@ def test_all_backends_train_the_stock_bits(config, ac_mode, more, tmp_path, caps
     """Losses, gradient norms and the last weights; ours twice."""
     names = {"torchtitan": "torchtitan", "reference": "reference", "uniep": "uniep", "again": "uniep"}
     folders = {name: tmp_path / name for name in names}
-    runs = [
-        start(config, folders[name], "--uniep.backend", backend, "--activation_checkpoint.mode", ac_mode, *more)
-        for name, backend in names.items()
-    ]
-    for run, folder in zip(runs, folders.values(), strict=True):
-        assert run.wait(timeout=280) == 0, Path(f"{folder}.log").read_text()[-3000:]
+
+    def run(name: str) -> CompletedProcess[str]:
+        overrides = ("--uniep.backend", names[name], "--activation_checkpoint.mode", ac_mode, *more)
+        return train(config, folders[name], *overrides)
+
+    with ThreadPoolExecutor(len(names)) as side_by_side:
+        for done in side_by_side.map(run, names):
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     status = compare_runs.main([str(folder) for folder in folders.values()])
     said = capsys.readouterr().out
     assert status == 0, said

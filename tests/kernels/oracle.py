@@ -2,11 +2,23 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
 from uniep.reference import sum_by_expert
 from uniep.shapes import MoEShape
+
+
+def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.empty gives is read by nobody before it is written, or the test fails."""
+    empty = torch.empty
+
+    def poisoned(*size: int, **kind: object) -> Tensor:
+        tensor = empty(*size, **kind)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @dataclass(frozen=True)
@@ -160,7 +172,7 @@ def moe_gradients_fp64(batch: Batch, grads: list[Tensor], *, score_before_expert
     weights = [w.double().requires_grad_() for w in (batch.w1_EFD, batch.w2_EDF, batch.w3_EFD)]
     x = [x_TD.double().requires_grad_() for x_TD in batch.x]
     scores = [scores_TK.double().requires_grad_() for scores_TK in batch.scores]
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=batch.w1_EFD.device)
     for x_TD, scores_TK, ids_TK, grad_TD in zip(x, scores, batch.expert_ids, grads, strict=True):
         for expert, (w1, w2, w3) in enumerate(zip(*weights, strict=True)):
             token, k = (ids_TK == expert).nonzero(as_tuple=True)

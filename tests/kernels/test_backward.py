@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import uniep.layer
-from tests.kernels.oracle import Batch, moe_backward_ref, moe_ref
+from tests.kernels.oracle import Batch, moe_backward_ref, moe_ref, poison_new_tensors
 from tests.kernels.ranks import run_ranks
 from tests.kernels.test_forward import CASES as FORWARD_CASES
 from tests.kernels.test_forward import Case, poison
@@ -118,16 +118,6 @@ def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, results in enumerate(run_ranks(case.layout, body)):
         for batch, grad, got in zip(batches, grads, results, strict=True):
             check_rank(case, batch, grad, rank, got)
-
-
-def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*size: int, **kind: object) -> Tensor:
-        tensor = empty(*size, **kind)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30))
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def run_layers(inputs: list[list[Tensor]], run: Callable[[int], Tensor], grads: list[Tensor]) -> list[list]:
@@ -245,10 +235,10 @@ def test_flag_of_a_later_epoch_counts(flag: int, given_up: bool) -> None:
 
 
 @triton.jit
-def _swiglu_backward_kernel(
+def swiglu_backward_kernel(
     grad_h, gate, up, grad_gate, grad_up, h, BLOCK: tl.constexpr, COMPILED: tl.constexpr = False
 ):
-    index = tl.arange(0, BLOCK)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     grad = tl.load(grad_h + index).to(tl.float32)
     if COMPILED:
         results = swiglu_backward_compiled(grad, tl.load(gate + index), tl.load(up + index))
@@ -263,7 +253,7 @@ def test_swiglu_backward_is_torchs() -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(4096, generator=generator).mul(scale).bfloat16() for scale in (1.0, 4.0, 1.0)]
     outputs = [torch.empty(4096, dtype=torch.bfloat16) for _ in range(3)]
-    _swiglu_backward_kernel[(1,)](*inputs, *outputs, BLOCK=4096)
+    swiglu_backward_kernel[(1,)](*inputs, *outputs, BLOCK=4096)
     for name, got, want in zip(("grad_g", "grad_u", "h"), outputs, swiglu_backward_ref(*inputs), strict=True):
         assert torch.equal(got, want), name
 
@@ -272,7 +262,7 @@ def test_compiled_swiglu_rounds_once() -> None:
     generator = torch.Generator().manual_seed(0)
     grad_h, gate, up = (torch.randn(4096, generator=generator).mul(scale).bfloat16() for scale in (1.0, 4.0, 1.0))
     outputs = [torch.empty(4096, dtype=torch.bfloat16) for _ in range(3)]
-    _swiglu_backward_kernel[(1,)](grad_h, gate, up, *outputs, BLOCK=4096, COMPILED=True)
+    swiglu_backward_kernel[(1,)](grad_h, gate, up, *outputs, BLOCK=4096, COMPILED=True)
     h_of, grads_of = compiled_swiglu("cpu")
     want = (*grads_of(grad_h, gate, up), h_of(gate, up))
     for name, got, once, each in zip(

@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("compile_sm90.py")
 # Of 227 KiB that a program of a Hopper multiprocessor may take.
 MAX_SHARED_BYTES = 227 * 1024
 
 
+@pytest.mark.timeout(900)  # 111 s on two cores where Triton's cache is empty
 def test_compiles_for_hopper(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = SCRIPT.parents[2]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import uniep.layer
-from tests.kernels.oracle import Batch, moe_backward_ref, moe_gradients_fp64, moe_ref
+from tests.kernels.oracle import Batch, moe_backward_ref, moe_gradients_fp64, moe_ref, poison_new_tensors
 from tests.kernels.ranks import run_ranks
 from tests.kernels.test_backward import CASES as BACKWARD_CASES
-from tests.kernels.test_backward import NAMES, as_arrays, backward_config, draw_grads, leaves, poison_new_tensors
+from tests.kernels.test_backward import NAMES, as_arrays, backward_config, draw_grads, leaves
 from tests.kernels.test_forward import MANY_ROLES, Case, poison
 from uniep.kernels.config import KernelConfig
 from uniep.layer import fused_moe
@@ -45,10 +45,10 @@ NAMES_OF_CASES = (
 CASES = {name: replace(BACKWARD_CASES[name], exact=False) for name in NAMES_OF_CASES}
 
 
-def run_forward(inputs: list[Tensor], ids: Tensor, case: Case, heap: SymmetricHeap, *, fast: bool = True) -> Tensor:
+def run_forward(inputs: list[Tensor], ids: Tensor, case: Case, heap: SymmetricHeap) -> Tensor:
     x, scores, *weights = inputs
     more = {"score_before_experts": case.score_before_experts, "heap": heap, "config": backward_config(case.config)}
-    return fused_moe(x, scores, ids, *weights, **more, fast=fast)
+    return fused_moe(x, scores, ids, *weights, **more, fast=True)
 
 
 def poison_all(heap: SymmetricHeap) -> None:

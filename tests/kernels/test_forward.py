@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.kernels.oracle import Batch, draw_batch, moe_ref
+from tests.kernels.oracle import Batch, draw_batch, moe_ref, poison_new_tensors
 from tests.kernels.ranks import run_ranks
 from uniep.kernels.config import KernelConfig, default_config
 from uniep.layer import fused_forward
@@ -114,8 +113,7 @@ def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     batches = [case.draw(seed) for seed in range(case.num_calls)]
     monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: case.reduce_in_kernel)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: _poisoned(empty(*size, **kind)))
+    poison_new_tensors(monkeypatch)
 
     def body(heap: SymmetricHeap) -> list:
         poison(heap)
@@ -149,10 +147,6 @@ def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert torch.equal(torch.from_numpy(out), expected)
             else:
                 torch.testing.assert_close(torch.from_numpy(out), expected, rtol=2**-7, atol=2**-7)
-
-
-def _poisoned(tensor: Tensor) -> Tensor:
-    return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30))
 
 
 def test_rank_that_comes_late() -> None:

@@ -21,8 +21,8 @@ SHAPE = MoEShape(6, 3, 64, 32, 2)
 LAYOUT = HeapLayout(SHAPE, 7, tile_rows=16)
 
 
-def open_group(tmp_path: Path, rank: int, num_ranks: int = 2) -> dist.ProcessGroup:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=num_ranks)
+def open_group(tmp_path: Path, rank: int) -> dist.ProcessGroup:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=SHAPE.ep_degree)
     return dist.group.WORLD
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tests.kernels.oracle import poison_new_tensors
 from uniep.kernels import wgrad
 from uniep.kernels.wgrad import WgradConfig, launch_wgrad
 from uniep.plan.token_map import plan_ref
@@ -75,25 +76,19 @@ def wgrad_ref(operands: Operands, expert_offsets: Tensor, dtype: torch.dtype) ->
     return [torch.stack([left[span].T @ right[span] for span in spans]) for left, right in pairs]
 
 
-@pytest.fixture
-def _poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-
-
-@pytest.mark.usefixtures("_poisoned_outputs")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_exact_sums(case: Case, config: WgradConfig) -> None:
+def test_exact_sums(case: Case, config: WgradConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_tensors(monkeypatch)
     operands, expert_offsets = draw_operands(case, exact=True), offsets_of(case.rows)
     grads = launch_wgrad(*operands, expert_offsets, shape=shape_of(case), config=config)
     for grad, expected in zip(grads, wgrad_ref(operands, expert_offsets, torch.float32), strict=True):
         assert torch.equal(grad, expected.bfloat16())
 
 
-@pytest.mark.usefixtures("_poisoned_outputs")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_random_sums(config: WgradConfig) -> None:
+def test_random_sums(config: WgradConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_new_tensors(monkeypatch)
     case = CASES["ragged"]
     operands, expert_offsets = draw_operands(case, exact=False), offsets_of(case.rows)
     grads = launch_wgrad(*operands, expert_offsets, shape=shape_of(case), config=config)

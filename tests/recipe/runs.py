@@ -5,9 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.processes import run_ranks
+from tests.processes import ROOT, run_ranks
 
-ROOT = Path(__file__).parents[2]
 TOKENIZER = ROOT / "train_configs" / "tokenizer"
 # A step takes a tenth of a second, and every expert of every rank has rows.
 SHRINK = (

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from recipes import launch
 from recipes.launch import ConfigError, Nodes, find_nodes, torchrun_command
 from recipes.records import lock_folder
+from tests.processes import run_command
 from tests.recipe.runs import ROOT, SHRINK
 
 SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}
@@ -160,8 +160,11 @@ def test_command_for_many_nodes():
 
 
 @pytest.fixture
-def executed(monkeypatch) -> list[tuple[list[str], dict[str, str]]]:
-    """The command and the environment that main ends in, instead of running it; also a machine without GPUs."""
+def executed(tmp_path, monkeypatch) -> list[tuple[list[str], dict[str, str]]]:
+    """The command and the environment that main ends in, instead of running it; also a machine without GPUs.
+
+    The configs' ./outputs lies in tmp_path.
+    """
     calls: list[tuple[list[str], dict[str, str]]] = []
 
     def execve(path: str, command: list[str], env: dict[str, str]) -> None:
@@ -171,7 +174,8 @@ def executed(monkeypatch) -> list[tuple[list[str], dict[str, str]]]:
 
     monkeypatch.setattr(launch.os, "execve", execve)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    monkeypatch.chdir(tmp_path)
     return calls
 
 
@@ -297,12 +301,6 @@ def test_keys_lists_our_keys_too(executed, capsys):
     assert "--model.n-layers" in said or "--model.n_layers" in said
 
 
-def start(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("NNODES", "CONFIG_FILE", "SLURM_NNODES")}
-    command = [sys.executable, "-m", "recipes.launch", *args]
-    return subprocess.run(command, cwd=ROOT, env={**kept, **env}, capture_output=True, text=True, timeout=120)
-
-
 def print_keys_to_nobody() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -321,8 +319,10 @@ def test_a_reader_of_the_keys_may_stop_early():
 
 def test_a_failing_rank_makes_the_exit_status(tmp_path: Path):
     (tmp_path / ".metadata").write_text("damaged, which only the ranks find")
-    checkpoint = ("--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}")
-    done = start(f"--job.dump_folder={tmp_path}/run", *checkpoint, "--training.steps=1", *SHRINK, NGPU="2")
+    command = [sys.executable, "-m", "recipes.launch", f"--job.dump_folder={tmp_path}/run", "--metrics.no_enable_wandb"]
+    command += ["--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}", "--training.steps=1", *SHRINK]
+    kept = {name: value for name, value in os.environ.items() if name not in ("NNODES", "CONFIG_FILE", "SLURM_NNODES")}
+    done = run_command(command, env={**kept, "NGPU": "2"}, timeout_s=120.0)
     assert "Training " in done.stdout, done.stderr
     assert done.returncode not in (0, 2)
 

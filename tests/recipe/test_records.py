@@ -2,9 +2,11 @@
 
 import json
 import math
+import multiprocessing
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import wandb
 from torch import nn
 from torchtitan.components import metrics as stock_metrics
 from torchtitan.distributed import ParallelDims
@@ -22,7 +25,7 @@ from recipes.expert_load import ExpertLoad
 from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
 from recipes.records import FolderInUseError, RunRecords, StepRecord, lock_folder
-from recipes.wandb_logger import heat_maps
+from recipes.wandb_logger import WandbLogger, heat_maps
 from tests.recipe.runs import ROOT, TOKENIZER, read_run, read_steps
 
 
@@ -183,6 +186,21 @@ def test_the_end_of_a_process_frees_its_folder(tmp_path):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT)
     assert (tmp_path / "run.lock").exists()
     lock_folder(tmp_path).close()
+
+
+def test_a_worker_does_not_hold_the_folder_of_its_dead_rank(tmp_path):
+    file = lock_folder(tmp_path)
+    context = multiprocessing.get_context("fork")
+    runs = context.Event()
+    worker = context.Process(target=lambda: (runs.set(), time.sleep(60)))
+    worker.start()
+    try:
+        assert runs.wait(60)
+        file.close()
+        lock_folder(tmp_path).close()
+    finally:
+        worker.kill()
+        worker.join()
 
 
 def test_a_broken_run_json_starts_a_new_run(tmp_path):
@@ -359,6 +377,26 @@ def test_colours(tmp_path, monkeypatch, caplog, no_color):
     with caplog.at_level("INFO"):
         Run(tmp_path, monkeypatch).step(1, 1.0)
     assert ("\x1b" in caplog.messages[-1]) is not bool(no_color)
+
+
+def test_training_goes_on_where_wandb_does_not_answer(tmp_path, monkeypatch, caplog):
+    starts = []
+
+    def init(*, mode, **options):
+        starts.append((mode, options["id"]))
+        if mode != "offline":
+            raise wandb.errors.CommError("timed out")
+        return SimpleNamespace(define_metric=lambda *_, **__: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", lambda: starts.append("teardown"))
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    with caplog.at_level("WARNING"):
+        WandbLogger(str(tmp_path), load_config([f"--job.config_file={ROOT}/train_configs/qwen3_cpu.toml"]), "abc")
+    assert starts == [(None, "abc"), "teardown", ("offline", "abc")]
+    assert "recorded offline; `wandb sync` uploads it: timed out" in caplog.text
 
 
 def test_wandb_gets_a_heat_map_of_every_layer():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.processes import run_ranks
+from tests.processes import run_command, run_ranks
 from tests.recipe.runs import ROOT, SHRINK, TOKENIZER, bits, read_run, read_steps, train
 from tests.recipe.runs import _train as train_rank
 from tests.recipe.wandb_file import read_history, read_run_ids
@@ -31,7 +31,7 @@ def launch(folder: Path, *overrides: str, num_ranks: int = 2, **env: str) -> sub
     kept = {name: value for name, value in os.environ.items() if name not in _DROPPED}
     # No login of this machine's user either.
     kept |= {"NGPU": str(num_ranks), "HOME": str(folder.parent), "NETRC": str(folder.parent / "netrc"), **env}
-    return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=240)
+    return run_command(command, env=kept, timeout_s=240.0)
 
 
 @pytest.fixture(scope="module")

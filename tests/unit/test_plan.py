@@ -28,7 +28,7 @@ def routings(draw: st.DrawFn) -> tuple[MoEShape, torch.Tensor]:
     return MoEShape(num_experts, top_k, 8, 8, num_ranks), ids
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(routings(), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4]))
 def test_equals_loops(
     routing: tuple[MoEShape, torch.Tensor], copy_per_expert: bool, by_priority: bool, tile_rows: int

@@ -225,7 +225,7 @@ def test_without_matplotlib(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.timeline", str(write_run(tmp_path))]
     done = subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the PNG needs matplotlib: pip install 'uniep-recipe[plot]'")
+    assert done.stderr.startswith("error: a picture (--no-png writes none) must have matplotlib installed")
 
 
 def test_timeline_hands_out_buffers_only_while_it_records() -> None:

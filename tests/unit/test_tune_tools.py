@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def test_plot(tuned, tmp_path):
 
 
 def test_a_plot_needs_matplotlib(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert tune.main(["--search-only", "--plot", "a.png"]) == 2
     assert "--plot must have matplotlib installed" in capsys.readouterr().err
 

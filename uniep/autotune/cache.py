@@ -3,12 +3,12 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from uniep.autotune.search import Choice
+from uniep.files import replace_text
 from uniep.shapes import MoEShape
 
 logger = logging.getLogger(__name__)
@@ -58,11 +58,9 @@ def load_choices(folder: Path, key: CacheKey) -> dict[int, Choice]:
 def store_choices(folder: Path, key: CacheKey, choices: Mapping[int, Choice]) -> None:
     """Replaces the file as a whole. One rank calls it. If it cannot be written, one line in the log says so."""
     path = folder / key.file_name
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     values = {"key": asdict(key), "buckets": {str(bucket): choice.to_json() for bucket, choice in choices.items()}}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        replace_text(path, json.dumps(values, indent=1) + "\n")
     except OSError as error:
         logger.warning(f"{path} cannot be written, the next start measures again: {error}")

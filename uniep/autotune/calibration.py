@@ -19,6 +19,7 @@ from uniep.autotune.hardware import (
     is_count,
     is_positive,
 )
+from uniep.files import replace_text
 
 # Of tokens, experts, columns: what no layer has is a damaged number.
 _MOST = 1 << 24
@@ -64,7 +65,7 @@ class Calibration:
         return errors
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     def _check(self) -> None:
         """What a file by hand may have wrong, and would end the fit late or spoil it."""

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from uniep.files import replace_text
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -191,7 +193,7 @@ class Hardware:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @staticmethod
     def load(path: Path) -> "Hardware":

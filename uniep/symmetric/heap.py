@@ -22,6 +22,10 @@ class HeapError(RuntimeError):
     """The heap could not be opened or used; the text says by which rank or setting."""
 
 
+class MissingPeerError(HeapError):
+    """A rank did not come to open its heap."""
+
+
 @dataclass(frozen=True)
 class Scoreboard:
     """What the programs of one rank tell each other; never written by peers. All int32, on the heap's device.

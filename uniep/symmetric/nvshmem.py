@@ -35,7 +35,7 @@ def open_nvshmem(
         say(f"no nvshmem4py ({error})", group)
         raise HeapError(f"nvshmem4py must be installed (pip install 'uniep-recipe[cuda]'), got: {error}") from error
 
-    meet(layout, group, "nvshmem", timeout_s=timeout_s)
+    meet(layout, group, "nvshmem")
     try:
         _start(nvshmem, layout, group, device)
         base, peers = _map(nvshmem_torch, layout, group)
@@ -46,7 +46,7 @@ def open_nvshmem(
     base[: layout.num_flag_bytes].zero_()
     torch.cuda.synchronize(device)
     # No rank may signal before every rank's flags are zero.
-    meet(layout, group, "nvshmem, mapped", timeout_s=timeout_s)
+    meet(layout, group, "nvshmem, mapped")
 
     def close() -> None:
         torch.cuda.synchronize(device)

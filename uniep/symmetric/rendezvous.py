@@ -6,17 +6,21 @@ from itertools import count
 import torch.distributed as dist
 
 from uniep.plan.layout import HeapLayout
-from uniep.symmetric.heap import HeapError
+from uniep.symmetric.heap import HeapError, MissingPeerError
+
+# As long as torch's own start: the first rank may still be reading its data or reaching for wandb.
+OPEN_TIMEOUT_S = 300.0
 
 
-def meet(layout: HeapLayout, group: dist.ProcessGroup, state: str, *, timeout_s: float) -> None:
+def meet(layout: HeapLayout, group: dist.ProcessGroup, state: str, *, timeout_s: float = OPEN_TIMEOUT_S) -> None:
     """Returns once every rank of the group opens a heap of this layout and has come as far as this one.
 
     It goes through the group's key-value store and not through a collective: a collective that one rank enters alone
     hangs, or pairs with another of a peer, and names nobody.
 
     Raises:
-        HeapError: names the rank that did not come, or whose layout or state differs.
+        MissingPeerError: names the rank that did not come.
+        HeapError: names the rank whose layout or state differs.
     """
     if group.size() != layout.shape.ep_degree:
         raise HeapError(f"ranks of the group must be ep_degree = {layout.shape.ep_degree}, got {group.size()}")
@@ -29,7 +33,7 @@ def meet(layout: HeapLayout, group: dist.ProcessGroup, state: str, *, timeout_s:
         try:
             store.wait([key], timedelta(seconds=timeout_s))
         except (RuntimeError, dist.DistStoreError) as error:
-            raise HeapError(
+            raise MissingPeerError(
                 f"rank {peer} must open its heap within {timeout_s:g} s of rank {rank}, got no word from it"
             ) from error
         theirs = store.get(key).decode()

@@ -22,7 +22,7 @@ def open_torch_symmetric(
     """
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    meet(layout, group, "torch", timeout_s=timeout_s)
+    meet(layout, group, "torch")
     try:
         base = symmetric_memory.empty(layout.num_bytes, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(base, group)
@@ -35,7 +35,7 @@ def open_torch_symmetric(
     base[: layout.num_flag_bytes].zero_()
     torch.cuda.synchronize(device)
     # No rank may signal before every rank's flags are zero.
-    meet(layout, group, "torch, mapped", timeout_s=timeout_s)
+    meet(layout, group, "torch, mapped")
     keep = [base, handle]
     return SymmetricHeap(
         layout,
