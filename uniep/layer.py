@@ -221,7 +221,7 @@ def backward_steps(
         rows.grad_y_RD,
         saved.x_RD,
         rows.h_RF,
-        saved.plan,
+        saved.plan.expert_offsets,
         shape=heap.layout.shape,
         config=wgrad_config,
         timeline=timeline,

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from uniep import reference
 from uniep.kernels.config import CombineConfig, KernelConfig, default_config
-from uniep.kernels.swiglu import swiglu, swiglu_ref
+from uniep.kernels.swiglu import swiglu
 from uniep.kernels.wgrad import default_wgrad_config
 from uniep.layer import forward_steps
 from uniep.plan.layout import HeapLayout
@@ -203,5 +204,5 @@ def test_swiglu_of_every_gate() -> None:
     up = torch.randn(len(gate), device="cuda").bfloat16()
     h = torch.empty_like(gate)
     _swiglu_kernel[(len(gate) // 1024,)](gate, up, h, BLOCK=1024)
-    want, finite = swiglu_ref(gate, up), torch.isfinite(gate)
+    want, finite = reference.swiglu(gate, up), torch.isfinite(gate)
     assert torch.equal(h[finite].view(torch.int16), want[finite].view(torch.int16))

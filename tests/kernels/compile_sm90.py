@@ -190,7 +190,7 @@ def capture_launches(
         grads.grad_y_RD,
         up.x_RD,
         grads.h_RF,
-        plan,
+        plan.expert_offsets,
         shape=shape,
         config=WgradConfig(config.num_programs, use_tma=config.up.use_tma),
         timeline=timeline,

@@ -16,7 +16,8 @@ def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(*size: int, **kind: object) -> Tensor:
         tensor = empty(*size, **kind)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(2**30))
+        tensor.detach().fill_(float("nan") if tensor.is_floating_point() else -(2**30))
+        return tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
 

@@ -19,10 +19,10 @@ from tests.kernels.test_forward import CASES as FORWARD_CASES
 from tests.kernels.test_forward import Case, poison
 from uniep.kernels.config import KernelConfig
 from uniep.kernels.signals import wait_all_ranks
-from uniep.kernels.swiglu import swiglu_backward, swiglu_backward_compiled, swiglu_backward_ref
+from uniep.kernels.swiglu import swiglu_backward, swiglu_backward_compiled
 from uniep.kernels.wgrad import WgradConfig
 from uniep.layer import fused_moe
-from uniep.reference import compiled_swiglu
+from uniep.reference import compiled_swiglu, swiglu, swiglu_grads
 from uniep.symmetric.heap import SymmetricHeap
 
 NAMES = ("x", "scores", "w1", "w2", "w3")
@@ -251,11 +251,12 @@ def swiglu_backward_kernel(
 
 def test_swiglu_backward_is_torchs() -> None:
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(4096, generator=generator).mul(scale).bfloat16() for scale in (1.0, 4.0, 1.0)]
+    grad_h, gate, up = (torch.randn(4096, generator=generator).mul(scale).bfloat16() for scale in (1.0, 4.0, 1.0))
     outputs = [torch.empty(4096, dtype=torch.bfloat16) for _ in range(3)]
-    swiglu_backward_kernel[(1,)](*inputs, *outputs, BLOCK=4096)
-    for name, got, want in zip(("grad_g", "grad_u", "h"), outputs, swiglu_backward_ref(*inputs), strict=True):
-        assert torch.equal(got, want), name
+    swiglu_backward_kernel[(1,)](grad_h, gate, up, *outputs, BLOCK=4096)
+    want = (*swiglu_grads(grad_h, gate, up), swiglu(gate, up))
+    for name, got, expected in zip(("grad_g", "grad_u", "h"), outputs, want, strict=True):
+        assert torch.equal(got, expected), name
 
 
 def test_compiled_swiglu_rounds_once() -> None:
@@ -264,9 +265,8 @@ def test_compiled_swiglu_rounds_once() -> None:
     outputs = [torch.empty(4096, dtype=torch.bfloat16) for _ in range(3)]
     swiglu_backward_kernel[(1,)](grad_h, gate, up, *outputs, BLOCK=4096, COMPILED=True)
     h_of, grads_of = compiled_swiglu("cpu")
-    want = (*grads_of(grad_h, gate, up), h_of(gate, up))
-    for name, got, once, each in zip(
-        ("grad_g", "grad_u", "h"), outputs, want, swiglu_backward_ref(grad_h, gate, up), strict=True
-    ):
+    rounded_once = (*grads_of(grad_h, gate, up), h_of(gate, up))
+    rounded = (*swiglu_grads(grad_h, gate, up), swiglu(gate, up))
+    for name, got, once, each in zip(("grad_g", "grad_u", "h"), outputs, rounded_once, rounded, strict=True):
         assert torch.equal(got, once), name
         assert not torch.equal(got, each), name

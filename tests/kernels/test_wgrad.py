@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.kernels.oracle import poison_new_tensors
 from uniep.kernels import wgrad
 from uniep.kernels.wgrad import WgradConfig, launch_wgrad
-from uniep.plan.token_map import plan_ref
 from uniep.shapes import MoEShape, ShapeError
 
 POINTERS = WgradConfig(num_programs=3, block_f=64, block_d=128, use_tma=False)
@@ -131,16 +130,6 @@ def test_experts_go_by_falling_rows() -> None:
     _ranks_kernel[(1,)](offsets_of(tuple(rows.tolist())), ranks, L=6, EXPERTS=8, STEP=4)
     assert ranks[:6].tolist() == [2, 4, 1, 3, 5, 0]
     assert ranks[6:].min() >= 6
-
-
-def test_takes_a_plan() -> None:
-    shape = MoEShape(4, 2, 64, 32, ep_degree=2)
-    ids_WMK = torch.tensor([[[0, 3], [2, 3], [2, 1]], [[1, 3], [0, 2], [0, 1]]])
-    plan = plan_ref(ids_WMK, 0, shape, tile_rows=128)
-    operands = draw_operands(Case((3, 3), dim=64, hidden_dim=32), exact=True)
-    grads = launch_wgrad(*operands, plan, shape=shape, config=POINTERS)
-    for grad, expected in zip(grads, wgrad_ref(operands, plan.expert_offsets, torch.float32), strict=True):
-        assert torch.equal(grad, expected.bfloat16())
 
 
 def test_empty_buffers_give_zeros() -> None:

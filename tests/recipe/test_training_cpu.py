@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_run_json_says_what_ran(launched):
     assert run["devices"]["world_size"] == 2
     assert run["config"]["training"]["steps"] == 5
     assert run["config"]["uniep"]["backend"] == "auto"
-    assert run["versions"]["torch"] == torch.__version__
+    assert run["versions"]["torch"] == metadata.version("torch")
     assert len(run["data"]["sha256"]) == len(run["data"]["tokenizer_sha256"]) == 64
 
 

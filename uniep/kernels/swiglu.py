@@ -1,9 +1,7 @@
 """SwiGLU with the roundings of `F.silu(g) * u` in bf16, and its backward: epilogues of GEMMs."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import libdevice
 
 from uniep.kernels.numerics import INTERPRETED, round_to_bf16, to_bf16
@@ -27,10 +25,6 @@ def swiglu_compiled(gate, up):
     not rounded before the product."""
     x = round_to_bf16(gate)
     return to_bf16(gate), to_bf16(up), to_bf16(_divide(x, _exp(-x) + 1.0) * round_to_bf16(up))
-
-
-def swiglu_ref(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.nn.functional.silu(gate) * up
 
 
 @triton.jit
@@ -111,8 +105,3 @@ def _reciprocal(x):
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-
-
-def swiglu_backward_ref(grad_h: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    silu = torch.nn.functional.silu(gate)
-    return torch.ops.aten.silu_backward(grad_h * up, gate), grad_h * silu, silu * up

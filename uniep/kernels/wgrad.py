@@ -24,7 +24,6 @@ from uniep.kernels.numerics import dot_bf16, to_bf16
 from uniep.kernels.tasks import FIRST_ROLE, claim, claimed, take
 from uniep.kernels.timeline import ROLE_COMP, Timeline, launch_records, task_begins, task_ends, time_ns
 from uniep.plan.layout import ROW_ALIGN_ELEMENTS
-from uniep.plan.token_map import RoutingPlan
 from uniep.shapes import MoEShape, ShapeError
 from uniep.symmetric.heap import NUM_COUNTERS
 
@@ -271,7 +270,7 @@ def launch_wgrad(
     grad_y_RD: Tensor,
     x_RD: Tensor,
     h_RF: Tensor,
-    plan_or_expert_offsets: RoutingPlan | Tensor,
+    expert_offsets: Tensor,
     *,
     shape: MoEShape,
     config: WgradConfig,
@@ -283,7 +282,7 @@ def launch_wgrad(
         grad_g_RF, grad_u_RF, grad_y_RD: gradients of x w1^T, x w3^T and of the experts' outputs.
         x_RD, h_RF: the experts' inputs and silu(g) * u. All five are bf16, contiguous and of one length, R or any
             bound on it: rows from R on are not read into any sum.
-        plan_or_expert_offsets: int32 [L + 1] on the device, first row of each local expert, R at the end.
+        expert_offsets: int32 [L + 1] on the device, first row of each local expert, R at the end.
         shape: the layer.
         config: tiles and programs.
         timeline: records the launch, if it is recording.
@@ -307,8 +306,6 @@ def launch_wgrad(
         if tensor.shape != expected or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
             got = f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
             raise ShapeError(f"{what} must be contiguous bf16 {expected}, got {got}")
-    offsets = plan_or_expert_offsets
-    expert_offsets = offsets.expert_offsets if isinstance(offsets, RoutingPlan) else offsets
     if expert_offsets.dtype != torch.int32 or expert_offsets.shape != (num_local + 1,):
         got = f"{expert_offsets.dtype} {tuple(expert_offsets.shape)}"
         raise ShapeError(f"expert_offsets must be int32 ({num_local + 1},), got {got}")
