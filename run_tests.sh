@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lints, type-checks and tests. Sets up .venv on the first start. Arguments go to pytest: `./run_tests.sh tests/unit -k plan`.
-# Without a GPU the kernels run interpreted and the tests of tests/gpu skip themselves; with one, and without arguments, interpreted kernels are tested first, then tests/gpu on it.
+# Without a GPU the kernels run interpreted and the tests of tests/gpu skip themselves. With one, and without arguments,
+# the interpreted kernels are tested first, then tests/gpu on it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 EXTRAS=dev source ./setup_env.sh
