@@ -120,7 +120,7 @@ def refused_tokens(config: JobConfig, world_size: int) -> str | None:
     if training.mixed_precision_param != "float32" and pipeline == 1:
         return (
             f'[training] mixed_precision_param must be "float32" {rule} where no FSDP casts the tokens (one GPU, or '
-            "none that shards with another), because autocast makes them float32 (torch 2.13), "
+            "none that shards with another), because autocast makes them float32 from torch 2.13 on, "
             f'got "{training.mixed_precision_param}"'
         )
     return None

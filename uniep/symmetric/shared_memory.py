@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from uniep.plan.layout import HeapLayout
-from uniep.symmetric.heap import DEFAULT_TIMEOUT_S, HeapError, SymmetricHeap
+from uniep.symmetric.heap import DEFAULT_TIMEOUT_S, HeapError, MissingPeerError, SymmetricHeap
 
 
 def open_shared_memory(
@@ -27,7 +27,8 @@ def open_shared_memory(
         timeout_s: how long to wait for the peers to open theirs, and the bound of every wait in a kernel.
 
     Raises:
-        HeapError: a peer did not open its part in time, or opened one of another size.
+        MissingPeerError: a peer did not open its part in time.
+        HeapError: a peer opened one of another size.
     """
     num_ranks, num_bytes = layout.shape.ep_degree, layout.num_bytes
     paths = [directory / f"rank{peer}" for peer in range(num_ranks)]
@@ -41,7 +42,7 @@ def open_shared_memory(
     for peer, path in enumerate(paths):
         while not path.exists():
             if time.monotonic() > end_s:
-                raise HeapError(
+                raise MissingPeerError(
                     f"rank {peer} must open its heap within {timeout_s:g} s of rank {rank}, got no part of it"
                 )
             time.sleep(0.001)
