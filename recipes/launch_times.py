@@ -14,14 +14,14 @@ from uniep.kernels.timeline import Timeline
 from uniep.layer import BACKWARD_STEPS, FORWARD_STEPS, backward_steps, forward_steps, fused_moe
 from uniep.symmetric.heap import SymmetricHeap
 
-# About 2.5 ms.
-_PAUSE_CYCLES = 5_000_000
+# About 2.5 ms, and 1 ms: what the host needs to launch a forward, and a backward.
+_FORWARD_CYCLES, _BACKWARD_CYCLES = 5_000_000, 2_000_000
 
 
 def start_together(group: dist.ProcessGroup | None) -> None:
     """Holds the GPU for a moment, in which the host launches what is then timed: the time holds no launch latency.
     Then the ranks meet on their GPUs: clocks differ, so the moment does, by up to a fifth on hot ones."""
-    torch.cuda._sleep(_PAUSE_CYCLES)
+    torch.cuda._sleep(_FORWARD_CYCLES)
     if group is not None:
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
@@ -134,6 +134,8 @@ def run_layer(
     if not with_backward:
         return [out_TD], events
     saved_x = inputs.x_TD if score_before_experts else None
+    # The host waited for the forward's plan, so it is late: small layers' times would hold the latency of launches.
+    torch.cuda._sleep(_BACKWARD_CYCLES)
     grads = stepped(backward_steps(inputs.grad_TD, saved, saved_x, *routing, *weights, **more), BACKWARD_STEPS)
     return [out_TD, grads.x_TD, grads.scores_TK, grads.w1_LFD, grads.w2_LDF, grads.w3_LFD], events
 

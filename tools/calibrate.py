@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import recipes  # noqa: F401  prepares the platform
 from recipes.backend import open_heap
@@ -36,7 +37,7 @@ from uniep.autotune.calibration import Calibration
 from uniep.autotune.fit import Fit, Sample
 from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Floats, HardwareError
 from uniep.autotune.search import Choice, LaunchChoice
-from uniep.kernels.config import default_config
+from uniep.kernels.config import KernelConfig, default_config
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape, ShapeError
@@ -53,8 +54,10 @@ SHAPES = (
     "qwen3-235b-a22b",
     "qwen3-coder-480b-a35b",
 )
-TOKENS = (2048, 8192)
-NUM_CALLS, NUM_HEATING_CALLS = 5, 50
+TOKENS = (2048, 8192, 32768)
+NUM_CALLS = 5
+# Tokens that a GPU computes before its first time is taken: it would be cool, and so clock higher.
+HEATING_TOKENS = 100_000
 # Programs of the tables, and (num_dispatch, num_relay, num_combine) that are timed.
 PROGRAMS = (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 132)
 ROLES = (
@@ -106,9 +109,7 @@ def measure(shape: MoEShape, num_tokens: int, heap: SymmetricHeap) -> list[Sampl
     base = default_config(heap.device)
     inputs = LayerInputs.draw(heap, num_tokens)
     found = []
-    # The first ones would be measured on a GPU that is still cool, and so clocks higher.
-    warm_up(inputs, heap, base, score_before_experts=False)
-    measure_layer(inputs, heap, base, num_calls=NUM_HEATING_CALLS, group=dist.group.WORLD)
+    heat(inputs, heap, base)
     for choice in configurations(base.num_programs):
         config = kernel_config(choice, base)
         warm_up(inputs, heap, config, score_before_experts=False)
@@ -117,6 +118,13 @@ def measure(shape: MoEShape, num_tokens: int, heap: SymmetricHeap) -> list[Sampl
     if dots_in_kernel(num_tokens, shape.top_k, shape.dim):
         found.append(Sample(shape, num_tokens, "scores", _score_grad_us(inputs, shape)))
     return found
+
+
+def heat(inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig) -> list[Tensor]:
+    """Calls until the GPUs are warm. Returns the results of one."""
+    warm_up(inputs, heap, config, score_before_experts=False)
+    num_calls = -(-HEATING_TOKENS // len(inputs.x_TD))
+    return measure_layer(inputs, heap, config, num_calls=num_calls, group=dist.group.WORLD)[1]
 
 
 def _score_grad_us(inputs: LayerInputs, shape: MoEShape) -> float:
@@ -249,7 +257,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("hardware.json"), help="file to write (hardware.json)")
     parser.add_argument("--ep", type=int, default=2, help="GPUs of a group (2)")
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), help="names of benchmarks/moe_shapes.toml")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens of a rank (2048 8192)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of a rank (2048 8192 32768)")
     parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
     parser.add_argument("--fit", type=Path, help="samples of an earlier calibration: fit again, measure nothing")
     parser.add_argument(

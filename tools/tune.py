@@ -4,10 +4,11 @@ python -m tools.tune --shape NAME ... --ep 2 --tokens 8192 [--configs 200] [--ha
 python -m tools.tune --search-only [--explain]     # without a GPU: what the model chooses, and how long it takes
 
 Starts a process a GPU. A call of the layer measures one configuration of each of its four launches at once, because
-they share nothing. The configurations are drawn from the whole space, the same for all layers, and the model's choice
-and the default are among them; these two and the best few are then measured once more, with more calls. Outputs and
-gradients of every configuration must equal the default's bit for bit. --samples keeps the times for
-`tools.calibrate --fit ... --more`.
+they share nothing. First a survey of all layers: configurations drawn from the whole space, the same for all layers,
+with the model's choice and the default among them. Then a final: these two, the best few of the layer's survey and the
+best that is one for all layers are measured in turn, round by round, so that all meet the same clocks; the medians
+are compared. Outputs and gradients of every configuration must equal the default's bit for bit. --samples keeps all
+times for `tools.calibrate --fit ... --more`.
 """
 
 import argparse
@@ -15,9 +16,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,21 +36,22 @@ from recipes.launch_times import LayerInputs, measure_layer, warm_up
 from tools import tune_report
 from tools.bench_moe import Layer, layers
 from tools.benchmark_file import write_benchmark
-from tools.calibrate import check_counts, check_writable, samples_of
+from tools.calibrate import check_counts, check_writable, heat, samples_of
 from tools.command import end_with
 from tools.pyplot import PlotError, load_pyplot
 from tools.start_ranks import is_rank, join_ranks, start_ranks
-from tools.tune_report import Config, Tuned
+from tools.tune_report import Config, Survey, Tuned, best_fixed
 from uniep.autotune.calibration import Calibration
-from uniep.autotune.cost_model import fixed_us
+from uniep.autotune.cost_model import fixed_us, predict
 from uniep.autotune.fit import Sample
 from uniep.autotune.hardware import TILES, TUNED, Hardware, shipped
-from uniep.autotune.search import Choice, LaunchChoice, explain, kernel_space, paper_space, predict_choice, search
+from uniep.autotune.search import Choice, LaunchChoice, explain, kernel_space, one_candidate, paper_space, search
 from uniep.autotune.workload import Workload
 from uniep.kernels.config import default_config
 from uniep.plan.layout import HeapLayout
 
-FINALISTS = 6
+# Of each launch, and times that each is measured.
+FINALISTS, ROUNDS = 8, 10
 FIXED_STEPS = ("exchange", "plan", "wgrad")
 
 
@@ -83,53 +88,70 @@ def config_of(launch: LaunchChoice) -> Config:
     return launch.tile, launch.num_link, launch.num_local
 
 
-def compare(
-    name: str,
-    work: Workload,
-    hardware: Hardware,
-    default: Choice,
-    drawn: list[Choice],
-    times_us: Callable[[Choice, int], dict[str, float]],
-    num_calls: int,
+def configs_of(choice: Choice) -> dict[str, Config]:
+    return {launch: config_of(one) for launch, one in choice.launches.items()}
+
+
+def choice_from(configs: Mapping[str, Config]) -> Choice:
+    return Choice({launch: LaunchChoice(*config, predicted_us=0.0) for launch, config in configs.items()})
+
+
+Found = TypeVar("Found")
+# Measures a configuration with a number of calls: step -> microseconds.
+TimesUs = Callable[[Choice, int], dict[str, float]]
+
+
+def survey(name: str, work: Workload, configurations: Sequence[Choice], num_calls: int, times_us: TimesUs) -> Survey:
+    """Measures all configurations, of which the first is the default and the second the model's choice."""
+    found: dict[str, dict[Config, list[float]]] = {launch: defaultdict(list) for launch in TUNED}
+    for choice in configurations:
+        times = times_us(choice, num_calls)
+        for launch, config in configs_of(choice).items():
+            found[launch][config].append(times[launch])
+    return Survey(name, work.num_tokens, medians(found), configs_of(configurations[1]), configs_of(configurations[0]))
+
+
+def medians(times: dict[str, dict[Config, list[float]]]) -> dict[str, dict[Config, float]]:
+    return {launch: {config: statistics.median(us) for config, us in of.items()} for launch, of in times.items()}
+
+
+def final(
+    work: Workload, hardware: Hardware, surveyed: Survey, fixed: Mapping[str, Config], times_us: TimesUs
 ) -> Tuned:
-    """Measures the model's choice, the default and what was drawn.
+    """Measures those that matter in turn. The least of many noisy times is too small: it takes no part in this.
 
     Args:
-        times_us: measures a configuration with a number of calls: step -> microseconds.
+        fixed: launch -> the configuration that is best where one must do for all layers.
     """
-    chosen = search(work, hardware, kernel_space(hardware))
-    measured: dict[str, dict[Config, float]] = {launch: {} for launch in TUNED}
-    fixed: dict[str, list[float]] = {step: [] for step in FIXED_STEPS}
-
-    def take(choice: Choice, calls: int) -> None:
-        times = times_us(choice, calls)
-        for launch, found in choice.launches.items():
-            measured[launch][config_of(found)] = times[launch]
-        for step in FIXED_STEPS:
-            fixed[step].append(times[step])
-
-    for choice in (default, chosen, *drawn):
-        take(choice, num_calls)
-    # The least of many noisy times is too small: those that matter are measured anew, with more calls.
-    best = {launch: sorted(found, key=found.__getitem__)[:FINALISTS] for launch, found in measured.items()}
-    finalists = [
-        Choice({launch: LaunchChoice(*configs[min(i, len(configs) - 1)], 0.0) for launch, configs in best.items()})
-        for i in range(FINALISTS)
-    ]
-    for choice in (*finalists, default, chosen):
-        take(choice, 4 * num_calls)
-    predicted: dict[str, dict[Config, float]] = {launch: {} for launch in TUNED}
-    for choice in (default, chosen, *drawn, *finalists):
-        for launch, found in predict_choice(work, hardware, choice).launches.items():
-            predicted[launch][config_of(found)] = found.predicted_us
+    contenders: dict[str, list[Config]] = {}
+    for launch, measured in surveyed.measured_us.items():
+        fastest = sorted(measured, key=measured.__getitem__)[:FINALISTS]
+        contenders[launch] = list(
+            dict.fromkeys((surveyed.default[launch], surveyed.chosen[launch], fixed[launch], *fastest))
+        )
+    generator = np.random.default_rng(0)
+    measured_us: dict[str, dict[Config, list[float]]] = {launch: defaultdict(list) for launch in TUNED}
+    fixed_times: dict[str, list[float]] = {step: [] for step in FIXED_STEPS}
+    for _ in range(ROUNDS):
+        for index in generator.permutation(max(map(len, contenders.values()))):
+            now = {launch: configs[index % len(configs)] for launch, configs in contenders.items()}
+            times = times_us(choice_from(now), 1)
+            for launch, config in now.items():
+                measured_us[launch][config].append(times[launch])
+            for step in FIXED_STEPS:
+                fixed_times[step].append(times[step])
+    predicted_us = {
+        launch: {
+            config: float(predict(launch, work, hardware, one_candidate(*config)).total_us[0])
+            for config in surveyed.measured_us[launch]
+        }
+        for launch in TUNED
+    }
     return Tuned(
-        name,
-        work.num_tokens,
-        measured,
-        predicted,
-        {launch: config_of(found) for launch, found in chosen.launches.items()},
-        {launch: config_of(found) for launch, found in default.launches.items()},
-        {step: statistics.median(times) for step, times in fixed.items()},
+        surveyed,
+        medians(measured_us),
+        predicted_us,
+        {step: statistics.median(us) for step, us in fixed_times.items()},
         {step: sum(fixed_us(step, work, hardware).values()) for step in FIXED_STEPS},
     )
 
@@ -146,37 +168,40 @@ def check_bits(want: list[Tensor], got: list[Tensor], choice: Choice, group: dis
         raise UnequalBitsError(f"{what} must be those of the default configuration, got others with {choice}")
 
 
-def tune_layer(
-    layer: Layer, hardware: Hardware, drawn: list[Choice], options: argparse.Namespace, device: torch.device
-) -> tuple[Tuned, list[Sample]]:
-    """One layer on this rank; all ranks make the same calls."""
-    uniep = replace(UniEP(), symmetric_memory=options.memory)
-    heap, _ = open_heap(HeapLayout(layer.shape, layer.num_tokens, num_kept=1), dist.group.WORLD, device, uniep)
-    samples: list[Sample] = []
-    base = default_config(device)
-    compiled: set[tuple[str, ...]] = set()
-    want: list[Tensor] = []
-    with heap:
-        inputs = LayerInputs.draw(heap, layer.num_tokens)
+class Bench:
+    """All layers of a run on this rank, each measured twice; all ranks make the same calls."""
 
-        def times_us(choice: Choice, num_calls: int) -> dict[str, float]:
-            config = kernel_config(choice, base)
-            tiles = tuple(launch.tile for launch in choice.launches.values())
-            if tiles not in compiled:
-                compiled.add(tiles)
-                warm_up(inputs, heap, config, score_before_experts=False)
-            times, results = measure_layer(inputs, heap, config, num_calls=num_calls, group=dist.group.WORLD)
-            if not want:
-                want.extend(results)  # of the default, which comes first
-            check_bits(want, results, choice, dist.group.WORLD)
-            samples.extend(samples_of(layer.shape, layer.num_tokens, choice, times))
-            return times
+    def __init__(self, options: argparse.Namespace, device: torch.device):
+        self._options = options
+        self._device = device
+        self.samples: list[Sample] = []
 
-        work = Workload.balanced(layer.shape, layer.num_tokens)
-        found = compare(layer.name, work, hardware, choice_of(base), drawn, times_us, options.calls)
-        torch.cuda.synchronize()
-        dist.barrier()
-    return found, samples
+    def run(self, layer: Layer, measure: Callable[[TimesUs], Found]) -> Found:
+        """What measure finds on GPUs that are warm already."""
+        uniep = replace(UniEP(), symmetric_memory=self._options.memory)
+        layout = HeapLayout(layer.shape, layer.num_tokens, num_kept=1)
+        heap, _ = open_heap(layout, dist.group.WORLD, self._device, uniep)
+        base = default_config(self._device)
+        compiled: set[tuple[str, ...]] = set()
+        with heap:
+            inputs = LayerInputs.draw(heap, layer.num_tokens)
+            want = heat(inputs, heap, base)
+
+            def times_us(choice: Choice, num_calls: int) -> dict[str, float]:
+                config = kernel_config(choice, base)
+                tiles = tuple(launch.tile for launch in choice.launches.values())
+                if tiles not in compiled:
+                    compiled.add(tiles)
+                    warm_up(inputs, heap, config, score_before_experts=False)
+                times, results = measure_layer(inputs, heap, config, num_calls=num_calls, group=dist.group.WORLD)
+                check_bits(want, results, choice, dist.group.WORLD)
+                self.samples += samples_of(layer.shape, layer.num_tokens, choice, times)
+                return times
+
+            found = measure(times_us)
+            torch.cuda.synchronize()
+            dist.barrier()
+        return found
 
 
 def work_on_rank(options: argparse.Namespace, argv: list[str]) -> int:
@@ -190,40 +215,43 @@ def work_on_rank(options: argparse.Namespace, argv: list[str]) -> int:
     except TuneError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    bench = Bench(options, device)
+    default = choice_of(default_config(device))
     drawn = draw(hardware, options.configs)
-    tuned: list[Tuned] = []
-    samples: list[Sample] = []
     start = time.perf_counter()
-    for layer in all_layers(options):
-        found, more = tune_layer(layer, hardware, drawn, options, device)
-        tuned.append(found)
-        samples += more
-        torch.cuda.empty_cache()
+
+    def say(text: str) -> None:
         if dist.get_rank() == 0:
-            for row in tune_report.rows([found]):
-                print(tune_report.line(row), flush=True)
-            print(f"  {time.perf_counter() - start:.0f} s", flush=True)
-            write(options, argv, hardware, tuned, samples)
+            print(f"{time.perf_counter() - start:4.0f} s  {text}", flush=True)
+
+    surveys: list[Survey] = []
+    works = [(layer, Workload.balanced(layer.shape, layer.num_tokens)) for layer in all_layers(options)]
+    for layer, work in works:
+        chosen = search(work, hardware, kernel_space(hardware))
+        configurations = (default, chosen, *drawn)
+        surveys.append(bench.run(layer, partial(survey, layer.name, work, configurations, options.calls)))
+        torch.cuda.empty_cache()
+        keep(options, argv, hardware, bench.samples)
+        say(f"surveyed {layer.name}, {layer.num_tokens} tokens")
+    fixed = best_fixed(surveys)
+    tuned: list[Tuned] = []
+    for (layer, work), surveyed in zip(works, surveys, strict=True):
+        tuned.append(bench.run(layer, partial(final, work, hardware, surveyed, fixed)))
+        torch.cuda.empty_cache()
+        for row in tune_report.rows(tuned[-1:], fixed):
+            say(tune_report.line(row))
+        keep(options, argv, hardware, bench.samples)
+        if dist.get_rank() == 0:
+            write(options, argv, hardware, tuned, fixed)
     if dist.get_rank() == 0:
-        print(json.dumps(tune_report.summary(tune_report.rows(tuned))))
+        print(json.dumps(tune_report.summary(tune_report.rows(tuned, fixed))))
     dist.destroy_process_group()
     return 0
 
 
-def write(
-    options: argparse.Namespace, argv: list[str], hardware: Hardware, tuned: list[Tuned], samples: list[Sample]
-) -> None:
-    rows = tune_report.rows(tuned)
-    figures = {
-        "summary": tune_report.summary(rows),
-        "best_fixed": {launch: list(config) for launch, config in tune_report.best_fixed(tuned).items()},
-        "rows": rows,
-        "hardware": {"source": hardware.source, "fingerprint": hardware.fingerprint},
-    }
-    write_benchmark(options.out, "tools.tune", argv, figures)
-    if options.plot:
-        tune_report.plot(tuned, options.plot)
-    if options.samples:
+def keep(options: argparse.Namespace, argv: list[str], hardware: Hardware, samples: list[Sample]) -> None:
+    """After each layer, so that a run that was stopped has not measured in vain."""
+    if options.samples and dist.get_rank() == 0:
         Calibration(
             hardware.name,
             hardware.num_multiprocessors,
@@ -233,6 +261,21 @@ def write(
             tuple(samples),
             "python -m tools.tune " + " ".join(argv),
         ).save(options.samples)
+
+
+def write(
+    options: argparse.Namespace, argv: list[str], hardware: Hardware, tuned: list[Tuned], fixed: Mapping[str, Config]
+) -> None:
+    rows = tune_report.rows(tuned, fixed)
+    figures = {
+        "summary": tune_report.summary(rows),
+        "best_fixed": {launch: list(config) for launch, config in fixed.items()},
+        "rows": rows,
+        "hardware": {"source": hardware.source, "fingerprint": hardware.fingerprint},
+    }
+    write_benchmark(options.out, "tools.tune", argv, figures)
+    if options.plot:
+        tune_report.plot(tuned, options.plot)
 
 
 def all_layers(options: argparse.Namespace) -> list[Layer]:

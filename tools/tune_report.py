@@ -15,45 +15,57 @@ Config = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Survey:
     """One layer with one number of tokens.
 
     Attributes:
         shape: its name.
         num_tokens: T of a rank.
-        measured_us: launch -> configuration -> measured time.
-        predicted_us: the same by the model.
+        measured_us: launch -> configuration -> its time, measured once.
         chosen, default: launch -> the model's choice, and the un-tuned configuration; both are among the measured.
-        fixed_us: measured time of the steps without a configuration; predicted_fixed_us: the same by the model.
     """
 
     shape: str
     num_tokens: int
     measured_us: Mapping[str, Mapping[Config, float]]
-    predicted_us: Mapping[str, Mapping[Config, float]]
     chosen: Mapping[str, Config]
     default: Mapping[str, Config]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found of a layer.
+
+    Attributes:
+        survey: of all configurations.
+        final_us: launch -> configuration -> median time of those that were measured in turn.
+        predicted_us: launch -> configuration of the survey -> time by the model.
+        fixed_us: median time of the steps without a configuration; predicted_fixed_us: the same by the model.
+    """
+
+    survey: Survey
+    final_us: Mapping[str, Mapping[Config, float]]
+    predicted_us: Mapping[str, Mapping[Config, float]]
     fixed_us: Mapping[str, float]
     predicted_fixed_us: Mapping[str, float]
 
 
-def best_fixed(tuned: Sequence[Tuned]) -> dict[str, Config]:
+def best_fixed(surveys: Sequence[Survey]) -> dict[str, Config]:
     """launch -> of the configurations that were measured everywhere, the one with the least geometric mean of times."""
     found = {}
     for launch in TUNED:
-        common = set.intersection(*(set(one.measured_us[launch]) for one in tuned))
+        common = set.intersection(*(set(one.measured_us[launch]) for one in surveys))
 
         def mean(config: Config, launch: str = launch) -> float:
-            return statistics.fmean(math.log(one.measured_us[launch][config]) for one in tuned)
+            return statistics.fmean(math.log(one.measured_us[launch][config]) for one in surveys)
 
         found[launch] = min(sorted(common), key=mean)
     return found
 
 
-def rows(tuned: Sequence[Tuned]) -> list[dict[str, Any]]:
+def rows(tuned: Sequence[Tuned], fixed: Mapping[str, Config]) -> list[dict[str, Any]]:
     """A row for each layer, number of tokens and pass. The best of a pass is made of the best of each launch, which
-    share nothing."""
-    fixed = best_fixed(tuned)
+    share nothing. fixed: what best_fixed says."""
     return [
         _row(one, which, steps, fixed)
         for one in tuned
@@ -62,39 +74,40 @@ def rows(tuned: Sequence[Tuned]) -> list[dict[str, Any]]:
 
 
 def _row(one: Tuned, which: str, steps: Sequence[str], fixed: Mapping[str, Config]) -> dict[str, Any]:
+    survey = one.survey
     launches = [step for step in steps if step in TUNED]
     rest = [step for step in steps if step not in TUNED]
     base_us = sum(one.fixed_us[step] for step in rest)
 
     def total_us(configs: Mapping[str, Config]) -> float:
-        return base_us + sum(one.measured_us[launch][configs[launch]] for launch in launches)
+        return base_us + sum(one.final_us[launch][configs[launch]] for launch in launches)
 
-    best = {launch: min(one.measured_us[launch], key=one.measured_us[launch].__getitem__) for launch in launches}
+    best = {launch: min(one.final_us[launch], key=one.final_us[launch].__getitem__) for launch in launches}
     predicted_us = sum(one.predicted_fixed_us[step] for step in rest)
-    predicted_us += sum(one.predicted_us[launch][one.chosen[launch]] for launch in launches)
-    chosen_us, best_us = total_us(one.chosen), total_us(best)
+    predicted_us += sum(one.predicted_us[launch][survey.chosen[launch]] for launch in launches)
+    chosen_us, best_us = total_us(survey.chosen), total_us(best)
     return {
-        "shape": one.shape,
-        "tokens": one.num_tokens,
+        "shape": survey.shape,
+        "tokens": survey.num_tokens,
         "pass": which,
         "predicted_us": round(predicted_us, 1),
         "measured_us": round(chosen_us, 1),
         "error": round(predicted_us / chosen_us - 1, 4),
         "best_us": round(best_us, 1),
         "over_best": round(chosen_us / best_us - 1, 4),
-        "default_us": round(total_us(one.default), 1),
-        "gain_over_default": round(total_us(one.default) / chosen_us, 4),
+        "default_us": round(total_us(survey.default), 1),
+        "gain_over_default": round(total_us(survey.default) / chosen_us, 4),
         "best_fixed_us": round(total_us(fixed), 1),
         "gain_over_best_fixed": round(total_us(fixed) / chosen_us, 4),
         "launches": {
             launch: {
-                "chosen": list(one.chosen[launch]),
-                "predicted_us": round(one.predicted_us[launch][one.chosen[launch]], 1),
-                "measured_us": round(one.measured_us[launch][one.chosen[launch]], 1),
+                "chosen": list(survey.chosen[launch]),
+                "predicted_us": round(one.predicted_us[launch][survey.chosen[launch]], 1),
+                "measured_us": round(one.final_us[launch][survey.chosen[launch]], 1),
                 "best": list(best[launch]),
-                "best_us": round(one.measured_us[launch][best[launch]], 1),
-                "rank": rank_of(one.measured_us[launch], one.chosen[launch]),
-                "measured": len(one.measured_us[launch]),
+                "best_us": round(one.final_us[launch][best[launch]], 1),
+                "rank": rank_of(survey.measured_us[launch], survey.chosen[launch]),
+                "measured": len(survey.measured_us[launch]),
             }
             for launch in launches
         },
@@ -132,24 +145,19 @@ def line(row: Mapping[str, Any]) -> str:
 
 
 def plot(tuned: Sequence[Tuned], path: Path) -> None:
-    """Predicted against measured times of every configuration, a panel a launch; the chosen ones stand out."""
+    """Predicted against measured times of every configuration, a panel a launch; the chosen ones, as measured in turn,
+    stand out."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 9), layout="constrained")
     for axes, launch in zip(figure.subplots(2, 2).flat, TUNED, strict=True):
         for one in tuned:
-            configs = list(one.measured_us[launch])
-            measured = [one.measured_us[launch][config] / 1e3 for config in configs]
-            predicted = [one.predicted_us[launch][config] / 1e3 for config in configs]
-            axes.scatter(measured, predicted, s=6, alpha=0.4, label=f"{one.shape}, {one.num_tokens}")
-            chosen = one.chosen[launch]
-            axes.scatter(
-                one.measured_us[launch][chosen] / 1e3,
-                one.predicted_us[launch][chosen] / 1e3,
-                s=40,
-                marker="x",
-                c="black",
-            )
+            survey, predicted_us = one.survey, one.predicted_us[launch]
+            times = {config: us / 1e3 for config, us in survey.measured_us[launch].items()}
+            predicted = [predicted_us[config] / 1e3 for config in times]
+            axes.scatter(list(times.values()), predicted, s=6, alpha=0.4, label=f"{survey.shape}, {survey.num_tokens}")
+            chosen = survey.chosen[launch]
+            axes.scatter(one.final_us[launch][chosen] / 1e3, predicted_us[chosen] / 1e3, s=40, marker="x", c="black")
         ends = [limit for limits in (axes.get_xlim(), axes.get_ylim()) for limit in limits if limit > 0]
         axes.plot([min(ends), max(ends)], [min(ends), max(ends)], lw=0.8, c="grey")
         axes.set(title=launch, xlabel="measured, ms", ylabel="predicted, ms", xscale="log", yscale="log")

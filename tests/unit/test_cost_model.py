@@ -11,6 +11,7 @@ from uniep.autotune.cost_model import (
     BACKWARD,
     FORWARD,
     Candidates,
+    _hot,
     _relayed_at_send,
     fixed_us,
     overlap,
@@ -141,12 +142,24 @@ def test_every_constant_has_its_direction(name, h200):
 
 
 def test_a_hot_gpu_computes_slower_and_a_cool_one_does_not(h200):
-    """A few tokens do not lower the clock; many do, by what hot_share says at most."""
+    """A few tokens do not lower the clock; many do, more in each later step of the layer."""
     cool = h200.with_constants({"hot_share": 1e-9})
-    for num_tokens, least, most in ((512, 1.0, 1.01), (1 << 17, 1.08, 1.0 + h200.constants["hot_share"])):
+
+    def ratio(launch: str, num_tokens: int) -> float:
         work = Workload.balanced(SHAPE, num_tokens)
-        ratio = total_us("up", work, h200) / total_us("up", work, cool)
-        assert least <= ratio <= most
+        return total_us(launch, work, h200) / total_us(launch, work, cool)
+
+    assert 1.0 <= ratio("up", 64) <= 1.01
+    assert 1.08 <= ratio("up", 1 << 17) < ratio("down", 1 << 17) < ratio("up_grad", 1 << 17) < 2.0
+
+
+def test_heat_is_the_mean_over_the_step(h200):
+    """By small steps of what is computed."""
+    work, share, tflop = Workload.balanced(SHAPE, 8192), h200.constants["hot_share"], h200.constants["hot_tflop"]
+    product = 2e-12 * work.num_rows * SHAPE.dim * SHAPE.hidden_dim
+    for step, begin, end in (("up", 0, 2), ("wgrad", 4, 7)):
+        computed = np.linspace(begin * product, end * product, 10001)
+        assert _hot(step, work, h200) == pytest.approx(np.mean(1.0 + share * np.log1p(computed / tflop)), rel=1e-3)
 
 
 def test_tokens_of_later_experts_come_late(h200):

@@ -108,14 +108,18 @@ class _Gemm:
 
 
 def _hot(step: str, work: Workload, hardware: Hardware) -> float:
-    """How much longer Tensor Cores take. A layer begins with a cool GPU; one that has computed for some milliseconds
-    meets its limit of power and lowers its clock, the further the longer, down to what it can do for ever."""
+    """How much longer Tensor Cores take. A layer begins with a cool GPU; one that has computed for a while meets its
+    limit of power and lowers its clock, the further the longer, ever more slowly."""
     constants = hardware.constants
     share, tflop = constants["hot_share"], constants["hot_tflop"]
     product = 2e-12 * work.num_rows * work.shape.dim * work.shape.hidden_dim / tflop
     begin, end = (count * product for count in _PRODUCTS[step])
+
+    def integral(x: float) -> float:
+        return (1.0 + x) * math.log1p(x) - x
+
     # The mean over the step.
-    return 1.0 + share * (1.0 - (math.exp(-begin) - math.exp(-end)) / (end - begin))
+    return 1.0 + share * (integral(end) - integral(begin)) / (end - begin)
 
 
 def _gemm(
@@ -185,7 +189,7 @@ def _dispatch(launch: str, work: Workload, hardware: Hardware, candidates: Candi
     chunk_us = np.maximum(chunk_bytes * num_link / link_rate, alone_us)
     send_us = work.num_sent / _CHUNK_TOKENS * chunk_us / num_link
     # A relay's reads are mostly in the second-level cache: the programs do not slow each other down.
-    program_rate = constants["relay_share"] * _BYTES_PER_US * hardware.copy.at(one, num_warps)
+    program_rate = constants[f"{launch}.relay_share"] * _BYTES_PER_US * hardware.copy.at(one, num_warps)
     most_rate = hardware.memory_gbs * _BYTES_PER_US
     early_rate = np.minimum(num_local * program_rate, most_rate)
     late_rate = np.minimum((num_local + num_link) * program_rate, most_rate)

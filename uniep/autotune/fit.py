@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 
 from uniep.autotune.cost_model import BACKWARD, FORWARD, Candidates, fixed_us, predict
-from uniep.autotune.hardware import TILES, TUNED, Floats, Hardware, constant_names
+from uniep.autotune.hardware import DISPATCHES, TILES, TUNED, Floats, Hardware, constant_names
 from uniep.autotune.workload import TILE_ROWS, Workload
 from uniep.shapes import MoEShape
 
 # A time's error by noise: a share of it, and microseconds of it, which events and the ranks' skew cost whatever the
 # time is. The exchange, a few microseconds and much skew, so says little.
 _NOISE, _NOISE_US = 0.01, 4.0
+# The model is there to choose: what a configuration is slower than its layer's fast ones counts as noise by this share.
+_NOISE_OF_SLOW = 0.3
+_FAST_QUANTILE = 0.1
 # Errors of this many times the noise count by their size, no longer by its square: a GPU whose clock was lowered for
 # a moment is late by up to a fifth, and none is early.
 _OUTLIER = 1.5
@@ -73,7 +76,7 @@ class Fit:
 # Constants that a run's drift moves together: the same link, memory or clock serves all launches and tiles.
 RESOURCES: dict[str, tuple[str, ...]] = {
     "link": ("send_share", "link_gbs"),
-    "memory": ("relay_share", "reduce_share"),
+    "memory": (*(f"{launch}.relay_share" for launch in DISPATCHES), "reduce_share"),
     "compute": ("wgrad.step_us", *(f"{launch}.{tile}.step_us" for launch in TUNED for tile in TILES)),
 }
 
@@ -82,14 +85,15 @@ def start_constants() -> dict[str, float]:
     """Orders of magnitude, of a Hopper GPU. A fit starts from them; those that it leaves are named as assumed."""
     constants = {
         "launch_us": 6.0, "chunk_us": 5.0, "mark_us": 3.0,
-        "send_share": 1.0, "relay_share": 0.7, "link_gbs": 330.0, "reduce_share": 1.0,
-        "memory_share": 0.1, "beside_share": 0.6, "hot_share": 0.4, "hot_tflop": 12.0,
+        "send_share": 1.0, "link_gbs": 330.0, "reduce_share": 1.0,
+        "memory_share": 0.1, "beside_share": 0.6, "hot_share": 0.1, "hot_tflop": 0.3,
         "exchange.fixed_us": 30.0, "plan.fixed_us": 30.0, "plan.gbs": 500.0,
         "scores.fixed_us": 20.0, "scores.gbs": 3000.0, "wgrad.step_us": 0.33, "wgrad.tile_us": 3.4,
     }  # fmt: skip
     # What an epilogue loads and stores: three outputs; one; two inputs and three outputs; one, of two products.
     constants |= {"up.epilogue_us": 1.5, "down.epilogue_us": 4.0, "down_grad.epilogue_us": 18.0}
     constants["up_grad.epilogue_us"] = 7.0
+    constants |= {f"{launch}.relay_share": 0.6 for launch in DISPATCHES}
     for name, tile in TILES.items():
         constants[f"{name}.link_share"] = 0.3 / tile.occupancy
         # 740 TFLOP/s on 132 multiprocessors.
@@ -184,6 +188,9 @@ class _Model:
         batches: dict[tuple[str, MoEShape, int], list[int]] = defaultdict(list)
         for index, sample in enumerate(samples):
             batches[sample.step, sample.shape, sample.num_tokens].append(index)
+        for rows in batches.values():
+            slower = us[rows] / np.quantile(us[rows], _FAST_QUANTILE) - 1.0
+            self.noise[rows] = np.hypot(self.noise[rows], _NOISE_OF_SLOW * np.maximum(slower, 0.0))
         self._batches = [
             (step, Workload.balanced(shape, num_tokens), _candidates([samples[i] for i in rows]), np.array(rows))
             for (step, shape, num_tokens), rows in batches.items()

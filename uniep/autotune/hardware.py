@@ -125,11 +125,13 @@ TILES = {
 
 def constant_names() -> tuple[str, ...]:
     """All constants of the model. Units stand in the names; `share` is a number without a unit."""
-    names = ["launch_us", "chunk_us", "mark_us", "send_share", "relay_share", "link_gbs", "reduce_share"]
+    names = ["launch_us", "chunk_us", "mark_us", "send_share", "link_gbs", "reduce_share"]
     names += ["memory_share", "beside_share", "hot_share", "hot_tflop"]
     names += ["exchange.fixed_us", "plan.fixed_us", "plan.gbs", "scores.fixed_us", "scores.gbs"]
     names += ["wgrad.step_us", "wgrad.tile_us"]
     names += [f"{tile}.link_share" for tile in TILES]
+    # A relay of the backward scales the rows by their scores.
+    names += [f"{launch}.relay_share" for launch in DISPATCHES]
     for launch in TUNED:
         names += [f"{launch}.{tile}.step_us" for tile in TILES]
         names.append(f"{launch}.epilogue_us")
