@@ -54,7 +54,7 @@ class Case:
             **{"num_programs": share} | self.switches,
             up=replace(config.up, **dispatch_roles | self.tiles),
             down=CombineConfig(**combine_roles | self.tiles),
-            down_grad=replace(config.down_grad, **dispatch_roles | self.tiles),
+            down_grad=replace(config.down_grad, occupancy=1, **dispatch_roles | self.tiles),
             up_grad=replace(config.up_grad, occupancy=1, **combine_roles | self.tiles),
             wgrad=replace(default_wgrad_config(torch.device("cuda")), num_programs=share),
         )

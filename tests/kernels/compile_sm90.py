@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from uniep.autotune.hardware import TILES
 from uniep.kernels import build_plan
 from uniep.kernels.config import LAUNCHES, KernelConfig
 from uniep.kernels.dispatch_gemm import launch_dispatch_gemm, launch_dispatch_gemm_backward
@@ -198,16 +199,16 @@ def capture_launches(
     return captures
 
 
-WIDE, DEEP = {"block_n": 256, "num_warps": 8, "occupancy": 1}, {"num_stages": 4}
-# The defaults, with two programs a multiprocessor in both combines.
-TWO_PROGRAMS: dict[str, Any] = {}
+# The autotuner's tiles: wide3, wide4 and narrow; and the defaults.
+WIDE, DEEP, NARROW = (asdict(TILES[name]) for name in ("wide3", "wide4", "narrow"))
+DEFAULTS: dict[str, Any] = {}
 POINTERS = {"block_n": 128, "block_k": 32, "num_warps": 8, "occupancy": 1, "use_tma": False}
 # (name, shape, tokens, tiles, architecture, scores before experts)
 SHAPES = [
     ("qwen3-30b-a3b", MoEShape(128, 8, 2048, 768, 2), 8192, WIDE, 90, False),
     ("deepseek-v3-e64", MoEShape(64, 8, 7168, 2048, 2), 8192, DEEP, 90, False),
-    ("kimi-linear-48b-a3b", MoEShape(256, 8, 2304, 1024, 8), 8192, DEEP, 90, True),
-    ("qwen3-30b-a3b-two-programs", MoEShape(128, 8, 2048, 768, 2), 8192, TWO_PROGRAMS, 90, False),
+    ("kimi-linear-48b-a3b", MoEShape(256, 8, 2304, 1024, 8), 8192, NARROW, 90, True),
+    ("qwen3-30b-a3b-defaults", MoEShape(128, 8, 2048, 768, 2), 8192, DEFAULTS, 90, False),
     ("one-rank-512-experts", MoEShape(512, 10, 2304, 128, 1), 100, WIDE, 90, False),
     ("before-hopper", MoEShape(64, 6, 2048, 1408, 2), 8192, POINTERS, 80, False),
 ]

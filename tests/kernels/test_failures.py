@@ -138,5 +138,5 @@ def test_expert_ids_are_whole_numbers(dtype: torch.dtype) -> None:
 
 
 def test_static_roles_need_programs_for_each() -> None:
-    with pytest.raises(ValueError, match="num_programs must be more than 32 with static roles, got 30"):
-        KernelConfig(num_programs=30, dynamic_roles=False)
+    with pytest.raises(ValueError, match="num_programs must be more than 64 with static roles, got 60"):
+        KernelConfig(num_programs=60, dynamic_roles=False)

@@ -714,9 +714,9 @@ def test_tuning_that_works(text, tmp_path, on_gpu):
             "(multiprocessors * programs on each), got 100 + 32",
         ),
         (
-            "[uniep.tune.down_grad]\nnum_relay = 116",
-            "[uniep.tune.down_grad] num_dispatch + num_relay must be less than the programs of the launch = 132 "
-            "(multiprocessors * programs on each), got 16 + 116",
+            "[uniep.tune.down_grad]\nnum_relay = 240",
+            "[uniep.tune.down_grad] num_dispatch + num_relay must be less than the programs of the launch = 264 "
+            "(multiprocessors * programs on each), got 24 + 240",
         ),
         (
             "[uniep.tune.up_grad]\nnum_combine = 264",

@@ -329,7 +329,7 @@ def test_fast_numerics_keep_the_backwards_tiles(h200):
         space = tuned_space(everything, BASE, fast=fast)
         tiles = {launch: {tuple(TILES)[i] for i in space.launches[launch].tile} for launch in TUNED}
         assert tiles["up"] == tiles["down"] == set(TILES)
-        assert tiles["down_grad"] == ({"wide4"} if fast else set(TILES))
+        assert tiles["down_grad"] == ({"narrow"} if fast else set(TILES))
         assert tiles["up_grad"] == ({"narrow"} if fast else set(TILES))
 
 

@@ -368,3 +368,15 @@ def test_bench_moe_prints_no_time_of_other_bits():
     assert "0.700" not in said
     shares = {"reference": {"out": 0.5}}
     assert "reference UNEQUAL BITS" in bench_moe.report(row | {"reference_bits_equal": False, "unequal_shares": shares})
+
+
+def test_bench_moe_finds_each_other_bit_and_how_far_fast_is(monkeypatch):
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **more: None)
+    generator = torch.Generator().manual_seed(0)
+    want = {"out": torch.randn(1, 8, 4, generator=generator).bfloat16(), "w1": torch.ones(2, 4, 4).bfloat16()}
+    got = {name: tensor.clone() for name, tensor in want.items()}
+    assert bench_moe.unequal_results(want, got) == {}
+    assert bench_moe.relative_errors(want, got) == {"out": 0.0, "w1": 0.0}
+    got["w1"][1, 2, 3], got["out"][0, 0, 0] = 3.0, float("nan")
+    assert bench_moe.unequal_results(want, got) == {"out": 1 / 32, "w1": 1 / 32}
+    assert bench_moe.relative_errors(want, got)["w1"] == pytest.approx(2 / 32**0.5)

@@ -49,7 +49,7 @@ class Calibration:
             self.memory_gbs,
             self.link,
             self.copy,
-            start_constants(),
+            start_constants() | {"link_gbs": max(gbs for row in self.link.gbs for gbs in row)},
             source=self.source,
         )
         return fit(start, self.samples)

@@ -24,8 +24,9 @@ _FAST_QUANTILE = 0.1
 _OUTLIER = 1.5
 # How far a constant may be from its start, in natural logarithms, at the cost of one error by noise.
 _PRIOR = 0.3
-# The same for shares of what a calibration measures by itself: of the link's table and of the memory's bandwidth.
-_PRIOR_OF_MEASURED = {"send_share": 0.05, "reduce_share": 0.05}
+# The same for what a calibration measures by itself: shares of the link's table and of the memory's bandwidth, and the
+# link's bandwidth, which between two ranks hides behind the products, so that their times do not decide it.
+_PRIOR_OF_MEASURED = {"send_share": 0.05, "reduce_share": 0.05, "link_gbs": 0.02}
 # A constant that changes no measured time by this share of its own change is not decided by the measurement.
 _DECIDED = 0.02
 _MAX_STEPS = 40

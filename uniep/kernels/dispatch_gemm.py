@@ -42,7 +42,7 @@ _INPUT_TILE = tl.constexpr(int(What.INPUT_TILE))
 # Steps of a relay's copy in flight.
 _COPY_STAGES = tl.constexpr(3)
 # Columns a warp that an epilogue with two inputs and three outputs takes at once: more of them spill. For compiled
-# models, because of their divisions, half as many.
+# models, because of their divisions, half as many, and of wide tiles that sum the scores' gradients too.
 _PART_COLS_OF_WARP = 4
 
 _CHANGING = ["scores_address", "rank", "epoch", "timeout_us", "room_rows", "num_dispatch", "num_relay"]
@@ -440,7 +440,8 @@ def _launch(
     # An address, not a tensor: the interpreter writes a tensor's whole memory back, and the heap belongs to peers too.
     scores_address = (heap.region("scores") if scores_WMK is None else scores_WMK).data_ptr()
     num_programs = config.num_programs * tiles.occupancy
-    part_cols_of_warp = _PART_COLS_OF_WARP // 2 if compiled else _PART_COLS_OF_WARP
+    halved = compiled or (scores_at_experts and tiles.num_warps > 4)
+    part_cols_of_warp = _PART_COLS_OF_WARP // 2 if halved else _PART_COLS_OF_WARP
     records = launch_records(
         timeline,
         "down_grad" if backward else "up",

@@ -34,3 +34,18 @@ def dot_bf16(a, b, acc):
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     return tl.dot(a, b, acc)
+
+
+@triton.jit
+def multiply_bf16(a, b):
+    """The product of bf16, rounded once: two at a time, where fp32 takes six instructions, to bf16 and all."""
+    if INTERPRETED:
+        return to_bf16(a.to(tl.float32) * b.to(tl.float32))
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+        "=r,r,r",
+        [a, b],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
