@@ -48,6 +48,7 @@ def summarize(folder: Path) -> dict[str, Any]:
     step_time_s = statistics.median(line["step_time_s"] for line in warm)
     moe_s = statistics.median(line["moe_s"] for line in warm)
     tokens = (lines[-1]["tokens_seen"] - lines[0]["tokens_seen"]) / max(len(lines) - 1, 1)
+    start_up_s = json.loads((folder / "run.json").read_text()).get("start_up_s")
     return {
         "step_time_ms": step_time_s * 1e3,
         "moe_ms": moe_s * 1e3,
@@ -56,6 +57,8 @@ def summarize(folder: Path) -> dict[str, Any]:
         "tokens_per_day": tokens / step_time_s * 86400,
         "peak_memory_gib": max(line["memory_gib"] for line in lines),
         "last_loss": lines[-1]["loss"],
+        # Of the autotuner.
+        **({"start_up_s": start_up_s} if start_up_s else {}),
     }
 
 
@@ -63,6 +66,10 @@ def _verdict(row: dict[str, Any]) -> str:
     if "identical" not in row:
         return "  (baseline)"
     return f"  {row['speedup']:.2f}x, identical" if row["identical"] else "  not identical: no speed-up is reported"
+
+
+def _start_up(row: dict[str, Any]) -> str:
+    return "".join(f", {what} {seconds:.2f} s" for what, seconds in row.get("start_up_s", {}).items())
 
 
 def _refused(options: argparse.Namespace, overrides: list[str]) -> str | None:
@@ -114,7 +121,7 @@ def main(argv: list[str]) -> int:
         print(
             f"{backend:12} {row['step_time_ms']:9.1f} ms/step, MoE {row['moe_share']:4.0%}  "
             f"{row['tokens_per_day'] / 1e9:8.3f} B tokens/day "
-            f"{row['peak_memory_gib']:6.1f} GiB" + _verdict(row),
+            f"{row['peak_memory_gib']:6.1f} GiB" + _verdict(row) + _start_up(row),
             flush=True,
         )
     run = json.loads((folders[0] / "run.json").read_text())

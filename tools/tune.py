@@ -182,16 +182,16 @@ class Bench:
         layout = HeapLayout(layer.shape, layer.num_tokens, num_kept=1)
         heap, _ = open_heap(layout, dist.group.WORLD, self._device, uniep)
         base = default_config(self._device)
-        compiled: set[tuple[str, ...]] = set()
+        compiled: set[tuple[str, str]] = set()
         with heap:
             inputs = LayerInputs.draw(heap, layer.num_tokens)
             want = heat(inputs, heap, base)
 
             def times_us(choice: Choice, num_calls: int) -> dict[str, float]:
                 config = kernel_config(choice, base)
-                tiles = tuple(launch.tile for launch in choice.launches.values())
-                if tiles not in compiled:
-                    compiled.add(tiles)
+                tiles = {(launch, tile) for launch, (tile, *_) in configs_of(choice).items()}
+                if not tiles <= compiled:
+                    compiled.update(tiles)
                     warm_up(inputs, heap, config, score_before_experts=False)
                 times, results = measure_layer(inputs, heap, config, num_calls=num_calls, group=dist.group.WORLD)
                 check_bits(want, results, choice, dist.group.WORLD)
