@@ -231,8 +231,8 @@ def work_on_rank(options: argparse.Namespace, argv: list[str]) -> int:
         configurations = (default, chosen, *drawn)
         surveys.append(bench.run(layer, partial(survey, layer.name, work, configurations, options.calls)))
         torch.cuda.empty_cache()
-        keep(options, argv, hardware, bench.samples)
         say(f"surveyed {layer.name}, {layer.num_tokens} tokens")
+    keep(options, argv, hardware, bench.samples)
     fixed = best_fixed(surveys)
     tuned: list[Tuned] = []
     for (layer, work), surveyed in zip(works, surveys, strict=True):
@@ -240,17 +240,18 @@ def work_on_rank(options: argparse.Namespace, argv: list[str]) -> int:
         torch.cuda.empty_cache()
         for row in tune_report.rows(tuned[-1:], fixed):
             say(tune_report.line(row))
-        keep(options, argv, hardware, bench.samples)
         if dist.get_rank() == 0:
             write(options, argv, hardware, tuned, fixed)
+    keep(options, argv, hardware, bench.samples)
     if dist.get_rank() == 0:
+        if options.plot:
+            tune_report.plot(tuned, options.plot)
         print(json.dumps(tune_report.summary(tune_report.rows(tuned, fixed))))
     dist.destroy_process_group()
     return 0
 
 
 def keep(options: argparse.Namespace, argv: list[str], hardware: Hardware, samples: list[Sample]) -> None:
-    """After each layer, so that a run that was stopped has not measured in vain."""
     if options.samples and dist.get_rank() == 0:
         Calibration(
             hardware.name,
@@ -274,8 +275,6 @@ def write(
         "hardware": {"source": hardware.source, "fingerprint": hardware.fingerprint},
     }
     write_benchmark(options.out, "tools.tune", argv, figures)
-    if options.plot:
-        tune_report.plot(tuned, options.plot)
 
 
 def all_layers(options: argparse.Namespace) -> list[Layer]:
