@@ -34,6 +34,7 @@ from recipes.choices import TuneError, find_hardware
 from recipes.config import Tune, UniEP
 from recipes.experts import UniEPMoE
 from tools.benchmark_file import write_benchmark
+from tools.calibrate import check_counts, check_writable
 from tools.command import end_with
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.workload import chance_wanted
@@ -382,8 +383,11 @@ def main(argv: list[str]) -> int:
     if options.hardware and options.tune == "off":
         parser.error("--hardware must come with --tune model or measured, got none: nothing else asks it")
     try:
+        check_counts(tokens=[options.tokens])
+        if options.out:
+            check_writable("--out", options.out)
         chosen = layers(options)
-    except ShapeError as error:
+    except (ShapeError, argparse.ArgumentTypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if torch.cuda.device_count() < options.ep:

@@ -28,6 +28,15 @@ from uniep.files import replace_text
 
 # Compilation, first allocations and the autotuner's first look lie in the first steps.
 WARMUP_STEPS = 3
+BACKENDS = ("torchtitan", "reference", "uniep", "auto")
+# What each run gets from this tool, by the beginning of its option.
+OWN = {
+    "__training.steps": "the steps",
+    "__job.dump_folder": "the folders",
+    "__job.config_file": "the config",
+    "__uniep.backend": "the backends",
+    "__throughput.no_time_moe": "the MoE's time",
+}
 
 
 def train(config: str, backend: str, folder: Path, overrides: list[str]) -> None:
@@ -76,8 +85,12 @@ def _refused(options: argparse.Namespace, overrides: list[str]) -> str | None:
     if options.steps <= WARMUP_STEPS:
         return f"--steps must be more than the {WARMUP_STEPS} of the warm-up, got {options.steps}"
     for override in overrides:
-        if override.partition("=")[0].replace("-", "_") in ("__training.steps", "__job.dump_folder"):
-            return f"what stands behind -- must leave the steps and the folders to --steps and --keep, got {override}"
+        if what := OWN.get(override.partition("=")[0].replace("-", "_")):
+            return f"what stands behind -- must leave {what} to this tool, got {override}"
+    if unknown := set(options.backends) - set(BACKENDS):
+        return f"--backends must be of {', '.join(BACKENDS)}, got {', '.join(sorted(unknown))}"
+    if options.out and (options.out.is_dir() or any(path.is_file() for path in options.out.parents)):
+        return f"--out must be a file, got {options.out}"
     if options.keep and any(path.is_file() for path in (options.keep, *options.keep.parents)):
         return f"--keep must be a folder, got {options.keep}"
     if options.keep and any(folder.exists() for folder in _folders(options)):

@@ -70,6 +70,7 @@ ROLES = (
     (32, 16, 2),
     (32, 48, 2),
     (24, 24, 1),
+    (24, 40, 3),
 )
 
 
@@ -79,7 +80,7 @@ def configurations(num_multiprocessors: int) -> Iterator[Choice]:
     fitting = [roles for roles in ROLES if sum(roles[:2]) < num_multiprocessors]
     for tile, roles in product(TILES, (fitting[0], fitting[-2])):
         yield _choice({launch: tile for launch in TUNED}, *roles)
-    default = {launch: "wide4" if launch in DISPATCHES else "narrow" for launch in TUNED}
+    default = {launch: "wide4" if launch == "up" else "narrow" for launch in TUNED}
     for roles in fitting:
         yield _choice(default, *roles)
 
@@ -243,6 +244,8 @@ def check_counts(**counts: list[int]) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if not options.fit and (options.more or options.left_out):
+        raise argparse.ArgumentTypeError("--more and --left-out must come with --fit, got none")
     for path in (options.fit, *options.more) if options.fit else ():
         if options.out.resolve() == path.resolve():
             raise argparse.ArgumentTypeError(

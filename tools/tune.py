@@ -314,7 +314,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192], help="tokens of a rank (8192)")
     parser.add_argument("--shape", nargs="+", help="names of benchmarks/moe_shapes.toml; without it all")
     parser.add_argument("--experts", type=int, help="cut the shapes to this many experts")
-    parser.add_argument("--configs", type=int, default=200, help="configurations to measure of each launch (200)")
+    parser.add_argument("--configs", type=int, default=200, help="configurations to draw for a launch (200)")
     parser.add_argument("--calls", type=int, default=3, help="timed calls of a configuration (3)")
     parser.add_argument("--hardware", help="a file of tools.calibrate; without it the package's own")
     parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")

@@ -21,7 +21,7 @@ class Survey:
     Attributes:
         shape: its name.
         num_tokens: T of a rank.
-        measured_us: launch -> configuration -> its time, measured once.
+        measured_us: launch -> configuration -> its time, the median where it was drawn again.
         chosen, default: launch -> the model's choice, and the un-tuned configuration; both are among the measured.
     """
 

@@ -11,14 +11,18 @@ from tools import bench_train
         (["--steps", "3"], "--steps must be more than the 3 of the warm-up, got 3"),
         (["--keep", __file__], f"--keep must be a folder, got {__file__}"),
         (["--keep", f"{__file__}/runs"], f"--keep must be a folder, got {__file__}/runs"),
-        (
-            ["--", "--training.steps", "2"],
-            "what stands behind -- must leave the steps and the folders to --steps and --keep, got --training.steps",
+        *(
+            (["--", option], f"what stands behind -- must leave {what} to this tool, got {option}")
+            for what, option in (
+                ("the steps", "--training.steps=2"),
+                ("the folders", "--job.dump-folder=x"),
+                ("the config", "--job.config_file=x"),
+                ("the backends", "--uniep.backend"),
+                ("the MoE's time", "--throughput.no-time-moe"),
+            )
         ),
-        (
-            ["--", "--job.dump-folder=x"],
-            "what stands behind -- must leave the steps and the folders to --steps and --keep, got --job.dump-folder=x",
-        ),
+        (["--backends", "reference", "fast"], "--backends must be of torchtitan, reference, uniep, auto, got fast"),
+        (["--out", "."], "--out must be a file, got ."),
     ],
 )
 def test_refused_before_any_run(args, expected, capsys, monkeypatch):

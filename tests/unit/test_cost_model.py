@@ -103,7 +103,7 @@ def test_more_work_takes_longer(launch, h200):
     for field in ("dim", "hidden_dim"):
         larger = dataclasses.replace(SHAPE, **{field: 2 * getattr(SHAPE, field)})
         assert total_us(launch, Workload.balanced(larger, 8192), h200) > total_us(launch, WORK, h200)
-    times = [total_us(launch, Workload.balanced(SHAPE, n), h200) for n in (256, 1024, 4096, 16384, 65536)]
+    times = [total_us(launch, Workload.balanced(SHAPE, n), h200) for n in (1, 4, 16, 256, 1024, 4096, 16384, 65536)]
     assert times == sorted(times)
     # Twice the work is about twice the time where the work is large: the units do not depend on size.
     cool = h200.with_constants({"hot_share": 1e-9})
@@ -267,6 +267,7 @@ def test_a_wrong_file_is_named(old, new, what, tmp_path, h200):
         ("link", {"gbs": [[1.0, 2.0]]}, "gbs must be 1 x 1 positive numbers"),
         ("link", {"num_programs": [float("nan")]}, "num_programs must be whole numbers that ascend from 1"),
         ("copy", {"num_warps": [4.5]}, "num_warps must be whole numbers that ascend from 1"),
+        ("copy", {"num_warps": [10**30]}, "num_warps must be whole numbers that ascend from 1"),
         ("copy", {"num_warps": []}, "num_warps must be whole numbers that ascend from 1"),
     ],
 )

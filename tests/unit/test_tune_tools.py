@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipes.choices import choice_of
 from tools import bench_moe, calibrate, tune, tune_report
 from tools.tune_report import Config, Survey, Tuned
 from uniep.autotune.calibration import Calibration
@@ -20,6 +21,7 @@ from uniep.autotune.fit import Sample
 from uniep.autotune.hardware import TILES, TUNED, Hardware, shipped
 from uniep.autotune.search import Choice, LaunchChoice, kernel_space, predict_choice, search
 from uniep.autotune.workload import Workload
+from uniep.kernels.config import KernelConfig
 from uniep.shapes import MoEShape
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,32 @@ def test_tools_say_that_they_need_gpus(capsys, monkeypatch):
     assert "a calibration needs GPUs" in capsys.readouterr().err
     assert tune.main([]) == 2
     assert "measuring needs GPUs, --search-only does not" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "args", "expected"),
+    [
+        (bench_moe.main, ("--tokens", "0"), "--tokens must be 1 to 2^24, got 0"),
+        (bench_moe.main, ("--out", "no/such/a.json"), "--out must be a file that can be written, in a folder"),
+        (calibrate.main, ("--left-out",), "--more and --left-out must come with --fit, got none"),
+        (calibrate.main, ("--more", "a.json"), "--more and --left-out must come with --fit, got none"),
+    ],
+)
+def test_what_would_be_refused_late_is_refused_first(main, args, expected, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert main([*args]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {expected}")
+
+
+def test_a_calibration_times_the_defaults_tiles():
+    """Each launch's, with many roles: the model is asked about their neighbours."""
+    for launch, found in choice_of(KernelConfig(num_programs=132)).launches.items():
+        roles = {
+            (one.num_link, one.num_local)
+            for choice in calibrate.configurations(132)
+            if (one := choice.launches[launch]).tile == found.tile
+        }
+        assert len(roles) > 4, launch
 
 
 @pytest.mark.parametrize("main", [calibrate.main, tune.main, bench_moe.main])

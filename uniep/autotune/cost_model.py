@@ -92,6 +92,13 @@ def predict(
     return _combine(launch, work, hardware, candidates, staged)
 
 
+def _num_experts_with_rows(work: Workload) -> float:
+    """Of a rank's, the mean number that some token of any rank chooses; of the others no weight is read."""
+    shape = work.shape
+    not_chosen = (1.0 - shape.top_k / shape.num_experts) ** (work.num_tokens * shape.ep_degree)
+    return shape.num_local_experts * (1.0 - not_chosen)
+
+
 @dataclass(frozen=True)
 class _Gemm:
     """The grouped GEMM of a launch for each candidate: tiles, programs of the launch, and tiles that one program
@@ -140,7 +147,7 @@ def _gemm(
     tile_us = np.ceil(depth / block_k) * hardware.steps_us(launch) + epilogue_us
     tile_us = tile_us * _hot(launch, work, hardware)
     # The device memory serves the tiles meanwhile.
-    compute_us = num_tiles * tile_us / hardware.num_multiprocessors
+    compute_us = np.maximum(num_tiles / hardware.num_multiprocessors, 1.0) * tile_us
     memory_us = io_bytes / (hardware.memory_gbs * _BYTES_PER_US)
     tile_us = tile_us * overlap(compute_us, memory_us, constants["memory_share"]) / compute_us
     # tile_us is a multiprocessor's time: of two programs on it, each takes twice as long.
@@ -167,7 +174,7 @@ def _relayed_at_send(capacity: Floats, rows_of_token: float) -> Floats:
 def _dispatch(launch: str, work: Workload, hardware: Hardware, candidates: Candidates) -> Prediction:
     shape, constants = work.shape, hardware.constants
     dim, hidden_dim, rows = shape.dim, shape.hidden_dim, work.num_rows
-    weights = shape.num_local_experts * dim * hidden_dim
+    weights = _num_experts_with_rows(work) * dim * hidden_dim
     if launch == "up":
         # g and u side by side; x is read, g, u and h are written.
         gemm = _gemm(
@@ -234,7 +241,7 @@ def _combine(launch: str, work: Workload, hardware: Hardware, candidates: Candid
     shape, constants = work.shape, hardware.constants
     dim, hidden_dim, rows = shape.dim, shape.hidden_dim, work.num_rows
     num_products = 1 if launch == "down" else 2
-    weights = num_products * shape.num_local_experts * dim * hidden_dim
+    weights = num_products * _num_experts_with_rows(work) * dim * hidden_dim
     gemm = _gemm(
         launch, work, hardware, candidates, dim, num_products * hidden_dim,
         _BYTES * (rows * (num_products * hidden_dim + dim) + weights),

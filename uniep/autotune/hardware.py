@@ -37,7 +37,8 @@ class HardwareError(ValueError):
 
 
 def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    """Of programs, tokens and dims: what is larger by far is a damaged number."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1 << 32
 
 
 def is_positive(value: Any) -> bool:
@@ -164,6 +165,8 @@ class Hardware:
 
     def __post_init__(self) -> None:
         check_multiprocessors(self.num_multiprocessors)
+        if not isinstance(self.name, str):
+            raise HardwareError(f"name must be a GPU's, got {self.name!r}")
         names = set(constant_names())
         if names != set(self.constants):
             missing, unknown = sorted(names - set(self.constants)), sorted(set(self.constants) - names)
