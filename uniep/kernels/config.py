@@ -98,8 +98,9 @@ class KernelConfig:
     """
 
     num_programs: int
-    # Best on the geometric mean of benchmarks/moe_shapes.toml at 8192 and 32768 tokens, of some 200 each. Four stages
-    # are worth up to 7 % where the reduction is long, and nothing in the down GEMM.
+    # Of some 200 each the best, or as good, on the geometric mean of the layers of benchmarks/moe_shapes.toml (kimi-k2
+    # was not measured) at 8192 and 32768 tokens. Four stages are worth up to 7 % where the reduction is long, and
+    # nothing in the down GEMM.
     up: DispatchConfig = DispatchConfig(num_stages=4)
     down: CombineConfig = CombineConfig(block_n=128, num_warps=4, occupancy=2)
     down_grad: DispatchConfig = DispatchConfig(block_n=128, num_warps=4, occupancy=2, num_dispatch=24, num_relay=40)
