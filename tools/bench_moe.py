@@ -34,8 +34,8 @@ from recipes.choices import TuneError, find_hardware
 from recipes.config import Tune, UniEP
 from recipes.experts import UniEPMoE
 from tools.benchmark_file import write_benchmark
-from tools.calibrate import check_counts, check_writable
-from tools.command import end_with
+from tools.calibrate import check_counts
+from tools.command import check_writable, end_with
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.workload import chance_wanted
 from uniep.kernels.config import CombineConfig

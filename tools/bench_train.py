@@ -20,15 +20,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from recipes.config import Backend
 from tools import compare_runs
-from tools.command import end_with
+from tools.command import check_writable, end_with
 from uniep.files import replace_text
 
 # Compilation, first allocations and the autotuner's first look lie in the first steps.
 WARMUP_STEPS = 3
-BACKENDS = ("torchtitan", "reference", "uniep", "auto")
+BACKENDS = get_args(Backend)
 # What each run gets from this tool, by the beginning of its option.
 OWN = {
     "__training.steps": "the steps",
@@ -81,21 +82,19 @@ def _start_up(row: dict[str, Any]) -> str:
     return "".join(f", {what} {seconds:.2f} s" for what, seconds in row.get("start_up_s", {}).items())
 
 
-def _refused(options: argparse.Namespace, overrides: list[str]) -> str | None:
+def _check(options: argparse.Namespace, overrides: list[str]) -> None:
+    refused = argparse.ArgumentTypeError
     if options.steps <= WARMUP_STEPS:
-        return f"--steps must be more than the {WARMUP_STEPS} of the warm-up, got {options.steps}"
+        raise refused(f"--steps must be more than the {WARMUP_STEPS} of the warm-up, got {options.steps}")
     for override in overrides:
         if what := OWN.get(override.partition("=")[0].replace("-", "_")):
-            return f"what stands behind -- must leave {what} to this tool, got {override}"
+            raise refused(f"what stands behind -- must leave {what} to this tool, got {override}")
     if unknown := set(options.backends) - set(BACKENDS):
-        return f"--backends must be of {', '.join(BACKENDS)}, got {', '.join(sorted(unknown))}"
-    if options.out and (options.out.is_dir() or any(path.is_file() for path in options.out.parents)):
-        return f"--out must be a file, got {options.out}"
+        raise refused(f"--backends must be of {', '.join(BACKENDS)}, got {', '.join(sorted(unknown))}")
     if options.keep and any(path.is_file() for path in (options.keep, *options.keep.parents)):
-        return f"--keep must be a folder, got {options.keep}"
+        raise refused(f"--keep must be a folder, got {options.keep}")
     if options.keep and any(folder.exists() for folder in _folders(options)):
-        return f"--keep must be a folder without earlier runs, which these would go on from, got {options.keep}"
-    return None
+        raise refused(f"--keep must be a folder without earlier runs, which these would go on from, got {options.keep}")
 
 
 def _folders(options: argparse.Namespace) -> list[Path]:
@@ -112,8 +111,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--keep", type=Path, help="folder to keep the runs in")
     own, overrides = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     options = parser.parse_args(own)
-    if refused := _refused(options, overrides):
-        print(f"error: {refused}", file=sys.stderr)
+    try:
+        if options.out:
+            check_writable("--out", options.out)
+        _check(options, overrides)
+    except argparse.ArgumentTypeError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     overrides = ["--training.steps", str(options.steps), *overrides]
 
@@ -151,7 +154,6 @@ def main(argv: list[str]) -> int:
         "date": time.strftime("%Y-%m-%d"),
     }
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         replace_text(options.out, json.dumps(result, indent=2) + "\n")
     if not is_kept:
         shutil.rmtree(options.keep)

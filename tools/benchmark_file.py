@@ -21,5 +21,4 @@ def write_benchmark(path: Path, module: str, argv: Sequence[str], figures: Mappi
         "command": " ".join(["python -m", module, *argv]),
         "date": time.strftime("%Y-%m-%d"),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps({**figures, **measured_on}, indent=1) + "\n")

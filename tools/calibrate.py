@@ -10,7 +10,6 @@ each time.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ from recipes.backend import open_heap
 from recipes.choices import kernel_config
 from recipes.config import UniEP
 from recipes.launch_times import LayerInputs, measure_layer, start_together, warm_up
-from tools.command import end_with
+from tools.command import check_writable, end_with
 from tools.copy_bandwidth import measure_copies, measure_memory_gbs
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.calibration import Calibration
@@ -227,13 +226,6 @@ def errors_by_step(measured: Calibration, errors: Floats) -> list[str]:
         f"largest {100 * max(errors):5.2f} %"
         for step, errors in of_step.items()
     ]
-
-
-def check_writable(option: str, path: Path) -> None:
-    """Raises ArgumentTypeError before minutes of measuring, not after them."""
-    written = path if path.exists() else path.parent
-    if path.is_dir() or not path.parent.is_dir() or not os.access(written, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{option} must be a file that can be written, in a folder, got {path}")
 
 
 def check_counts(**counts: list[int]) -> None:

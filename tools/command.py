@@ -1,10 +1,19 @@
-"""How a tool ends."""
+"""How a tool ends, and what it refuses before it begins."""
 
+import argparse
 import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raises ArgumentTypeError before minutes of measuring, not after them."""
+    written = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(written, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{option} must be a file that can be written, in a folder, got {path}")
 
 
 def end_with(main: Callable[[list[str]], int]) -> NoReturn:

@@ -36,8 +36,8 @@ from recipes.launch_times import LayerInputs, measure_layer, warm_up
 from tools import tune_report
 from tools.bench_moe import Layer, layers
 from tools.benchmark_file import write_benchmark
-from tools.calibrate import check_counts, check_writable, heat, samples_of
-from tools.command import end_with
+from tools.calibrate import check_counts, heat, samples_of
+from tools.command import check_writable, end_with
 from tools.pyplot import PlotError, load_pyplot
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from tools.tune_report import Config, Survey, Tuned, best_fixed

@@ -21,8 +21,8 @@ from tools import bench_train
                 ("the MoE's time", "--throughput.no-time-moe"),
             )
         ),
-        (["--backends", "reference", "fast"], "--backends must be of torchtitan, reference, uniep, auto, got fast"),
-        (["--out", "."], "--out must be a file, got ."),
+        (["--backends", "reference", "fast"], "--backends must be of auto, uniep, reference, torchtitan, got fast"),
+        (["--out", "."], "--out must be a file that can be written, in a folder, got ."),
     ],
 )
 def test_refused_before_any_run(args, expected, capsys, monkeypatch):

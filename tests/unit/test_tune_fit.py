@@ -53,14 +53,14 @@ def many_samples(hardware: Hardware) -> list[Sample]:
 def test_constants_are_found_from_the_models_own_times(h200):
     generator = np.random.default_rng(1)
     # All but what a calibration measures by itself.
-    names = [name for name in constant_names() if name not in ("send_share", "reduce_share")]
+    names = [name for name in constant_names() if name not in ("send_share", "reduce_share", "link_gbs")]
     factors = np.exp(generator.uniform(-0.3, 0.3, len(names)))
     truth = h200.with_constants({name: h200.constants[name] * float(f) for name, f in zip(names, factors, strict=True)})
     samples = many_samples(truth)
     found = fit(h200, samples)
-    # Far within the noise, which is 4 us and 1 %.
-    for error, one in zip(found.errors, samples, strict=True):
-        assert abs(error) * one.us < 1.0 + 4e-3 * one.us, one
+    # Far within the noise, which is 4 us and 1 %, where the start hardly holds a constant.
+    for error, one in zip(fit(h200, samples, prior=1.0).errors, samples, strict=True):
+        assert abs(error) * one.us < 0.5 + 2e-3 * one.us, one
     decisive = ["up.wide4.step_us", "down.narrow.step_us", "down_grad.wide4.step_us", "up_grad.narrow.step_us"]
     decisive += ["wgrad.step_us", "scores.gbs", "up.relay_share", "down_grad.relay_share"]
     for name in decisive:
@@ -120,14 +120,14 @@ def test_the_shipped_description_is_the_fit_of_the_kept_samples(h200):
     errors = np.abs(errors_of(fitted.hardware, samples))
     for step in (*TUNED, "wgrad"):
         of_step = {sample: error for error, sample in zip(errors, samples, strict=True) if sample.step == step}
-        assert np.mean(list(of_step.values())) < 0.035, step
         fastest: dict[tuple[MoEShape, int], float] = {}
         for s in of_step:
             layer = s.shape, s.num_tokens
             fastest[layer] = min(s.us, fastest.get(layer, s.us))
         near = [error for s, error in of_step.items() if s.us < 1.1 * fastest[s.shape, s.num_tokens]]
         assert len(near) > len(of_step) / 2
-        assert max(near) < 0.12, step
+        assert np.mean(near) < 0.03, step
+        assert max(near) < 0.1, step
 
 
 def test_repeated_and_late_times_do_not_carry_it_away(h200):

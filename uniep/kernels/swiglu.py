@@ -117,7 +117,7 @@ _RECIPROCAL = tl.constexpr("""
 
 @triton.jit
 def reciprocal(x):
-    """Rounded to the nearest, of x from 1 to infinity."""
+    """Rounded to the nearest, of x from 1 to 2^126, and of every 1 + exp(-g) above."""
     if INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
