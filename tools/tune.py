@@ -7,8 +7,8 @@ Starts a process a GPU. A call of the layer measures one configuration of each o
 they share nothing. First a survey of all layers: configurations drawn from the whole space, the same for all layers,
 with the model's choice and the default among them. Then a final: these two, the best few of the layer's survey and the
 best that is one for all layers are measured in turn, round by round, so that all meet the same clocks; the medians
-are compared. Outputs and gradients of every configuration must equal the default's bit for bit. --samples keeps all
-times for `tools.calibrate --fit ... --more`.
+are compared, and the best is chosen by one half of the rounds and timed by the other. Outputs and gradients of every
+configuration must equal the default's bit for bit. --samples keeps all times for `tools.calibrate --fit ... --more`.
 """
 
 import argparse
@@ -51,7 +51,7 @@ from uniep.kernels.config import default_config
 from uniep.plan.layout import HeapLayout
 
 # Of each launch, and times that each is measured.
-FINALISTS, ROUNDS = 8, 10
+FINALISTS, ROUNDS = 5, 20
 FIXED_STEPS = ("exchange", "plan", "wgrad")
 
 
@@ -108,17 +108,14 @@ def survey(name: str, work: Workload, configurations: Sequence[Choice], num_call
         times = times_us(choice, num_calls)
         for launch, config in configs_of(choice).items():
             found[launch][config].append(times[launch])
-    return Survey(name, work.num_tokens, medians(found), configs_of(configurations[1]), configs_of(configurations[0]))
-
-
-def medians(times: dict[str, dict[Config, list[float]]]) -> dict[str, dict[Config, float]]:
-    return {launch: {config: statistics.median(us) for config, us in of.items()} for launch, of in times.items()}
+    measured_us = {launch: tune_report.medians(times) for launch, times in found.items()}
+    return Survey(name, work.num_tokens, measured_us, configs_of(configurations[1]), configs_of(configurations[0]))
 
 
 def final(
     work: Workload, hardware: Hardware, surveyed: Survey, fixed: Mapping[str, Config], times_us: TimesUs
 ) -> Tuned:
-    """Measures those that matter in turn. The least of many noisy times is too small: it takes no part in this.
+    """Measures those that matter in turn. The survey's times take no part in this: the least of many is too small.
 
     Args:
         fixed: launch -> the configuration that is best where one must do for all layers.
@@ -149,7 +146,7 @@ def final(
     }
     return Tuned(
         surveyed,
-        medians(measured_us),
+        measured_us,
         predicted_us,
         {step: statistics.median(us) for step, us in fixed_times.items()},
         {step: sum(fixed_us(step, work, hardware).values()) for step in FIXED_STEPS},

@@ -127,7 +127,9 @@ def test_the_shipped_description_is_the_fit_of_the_kept_samples(h200):
         near = [error for s, error in of_step.items() if s.us < 1.1 * fastest[s.shape, s.num_tokens]]
         assert len(near) > len(of_step) / 2
         assert np.mean(near) < 0.03, step
-        assert max(near) < 0.1, step
+        assert np.quantile(near, 0.95) < 0.08, step
+        # A median of five calls, of which each varies by 5 to 7 % in large layers, is off by so much now and then.
+        assert max(near) < 0.12, step
 
 
 def test_repeated_and_late_times_do_not_carry_it_away(h200):

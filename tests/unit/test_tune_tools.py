@@ -242,7 +242,8 @@ def tuned(h200, truth, surveys, fixed) -> list[Tuned]:
 def test_the_report_is_what_was_measured(tuned, fixed):
     for one in tuned:
         for launch in TUNED:
-            measured_us, final_us = one.survey.measured_us[launch], one.final_us[launch]
+            measured_us, final_us = one.survey.measured_us[launch], tune_report.medians(one.final_us[launch])
+            assert {len(times) for times in one.final_us[launch].values()} <= {tune.ROUNDS, 2 * tune.ROUNDS}
             assert {one.survey.chosen[launch], one.survey.default[launch], fixed[launch]} <= final_us.keys()
             assert final_us.keys() <= measured_us.keys() == one.predicted_us[launch].keys()
             # The machine says the same each time.
@@ -268,7 +269,7 @@ def test_the_report_is_what_was_measured(tuned, fixed):
     assert backward["launches"]["down_grad"]["rank"] == 1
     first = tuned[0]
     by_hand = first.fixed_us["exchange"] + first.fixed_us["plan"]
-    by_hand += sum(first.final_us[launch][first.survey.chosen[launch]] for launch in ("up", "down"))
+    by_hand += sum(first.final_us[launch][first.survey.chosen[launch]][0] for launch in ("up", "down"))
     assert forward["measured_us"] == pytest.approx(by_hand, abs=0.1)
     summary = tune_report.summary(rows)
     assert summary["max_abs_error"] == max(abs(row["error"]) for row in rows)
@@ -285,7 +286,7 @@ def test_best_fixed_is_the_best_over_all_layers(surveys, fixed):
 
 
 def test_times_by_chance_do_not_make_a_best_configuration(h200, truth):
-    """Of many noisy times the least is far too small; those that are measured in turn meet the same noise."""
+    """Of many noisy times the least is far too small; what half of the rounds finds best the other half times."""
     work = LAYERS["small"]
     generator = np.random.default_rng(3)
 
@@ -297,7 +298,7 @@ def test_times_by_chance_do_not_make_a_best_configuration(h200, truth):
     found = tune.final(work, h200, surveyed, surveyed.default, noisy)
     for launch in TUNED:
         least = min(predict(launch, work, truth, kernel_space(h200).launches[launch]).total_us)
-        assert min(found.final_us[launch].values()) > 0.97 * least
+        assert tune_report.best_us(found.final_us[launch]) > 0.98 * least
     assert min(surveyed.measured_us["up"].values()) < 0.95 * min(
         predict("up", work, truth, kernel_space(h200).launches["up"]).total_us
     )

@@ -140,9 +140,10 @@ def _gemm(
     )
     num_col_tiles = np.ceil(out_cols / block_n)
     num_tiles = work.num_row_tiles * num_col_tiles
-    # Columns past the end are computed, but not stored; rows past the end save nothing. Of two programs on a
-    # multiprocessor one's epilogue runs beside the other's products.
+    # Rows and columns past the end are computed, but not stored. Of two programs on a multiprocessor one's epilogue
+    # runs beside the other's products.
     epilogue_us = constants[f"{launch}.epilogue_us"] * out_cols / (num_col_tiles * _EPILOGUE_COLS)
+    epilogue_us = epilogue_us * work.num_rows / (work.num_row_tiles * TILE_ROWS)
     epilogue_us = np.where(occupancy > 1, constants["beside_share"], 1.0) * epilogue_us
     tile_us = np.ceil(depth / block_k) * hardware.steps_us(launch) + epilogue_us
     tile_us = tile_us * _hot(launch, work, hardware)
