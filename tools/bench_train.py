@@ -13,7 +13,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -75,7 +74,9 @@ def summarize(folder: Path) -> dict[str, Any]:
 def _verdict(row: dict[str, Any]) -> str:
     if "identical" not in row:
         return "  (baseline)"
-    return f"  {row['speedup']:.2f}x, identical" if row["identical"] else "  not identical: no speed-up is reported"
+    if row["identical"]:
+        return f"  {row['speedup']:.2f}x, identical"
+    return "  not identical: no speed-up is reported (--keep FOLDER keeps the runs for tools.compare_runs)"
 
 
 def _start_up(row: dict[str, Any]) -> str:
@@ -120,10 +121,18 @@ def main(argv: list[str]) -> int:
         return 2
     overrides = ["--training.steps", str(options.steps), *overrides]
 
-    is_kept = options.keep is not None
-    options.keep = options.keep or Path(tempfile.mkdtemp(prefix="bench_train_"))
-    options.keep.mkdir(parents=True, exist_ok=True)
-    rows, baseline = [], None
+    with contextlib.ExitStack() as stack:
+        if not options.keep:
+            options.keep = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_train_")))
+        options.keep.mkdir(parents=True, exist_ok=True)
+        rows = compare(options, argv, overrides)
+    return 0 if all(row.get("identical", True) for row in rows) else 1
+
+
+def compare(options: argparse.Namespace, argv: list[str], overrides: list[str]) -> list[dict[str, Any]]:
+    """Trains with each backend, says how it went and writes options.out."""
+    rows: list[dict[str, Any]] = []
+    baseline = None
     folders = _folders(options)
     for backend, folder in zip(options.backends, folders, strict=True):
         train(options.config, backend, folder, overrides)
@@ -155,9 +164,7 @@ def main(argv: list[str]) -> int:
     }
     if options.out:
         replace_text(options.out, json.dumps(result, indent=2) + "\n")
-    if not is_kept:
-        shutil.rmtree(options.keep)
-    return 0 if all(row.get("identical", True) for row in rows) else 1
+    return rows
 
 
 if __name__ == "__main__":

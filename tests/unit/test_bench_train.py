@@ -1,4 +1,7 @@
-"""tools.bench_train without training: what it refuses."""
+"""tools.bench_train without training: what it refuses, and what it leaves."""
+
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +39,15 @@ def test_runs_are_not_gone_on_from(tmp_path, capsys, monkeypatch):
     (tmp_path / "1-reference").mkdir()
     assert bench_train.main(["config.toml", "--keep", str(tmp_path)]) == 2
     assert "--keep must be a folder without earlier runs" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def train(config: str, backend: str, folder: Path, overrides: list[str]) -> None:
+        folder.mkdir()
+        raise SystemExit(3)
+
+    monkeypatch.setattr(bench_train, "train", train)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit, match="3"):
+        bench_train.main(["config.toml"])
+    assert not list(tmp_path.iterdir())

@@ -178,6 +178,7 @@ def test_a_calibration_is_read_back(tmp_path):
         ({"tile": "huge"}, r"samples\[3\].tile must be one of wide4, wide3, narrow, got 'huge'"),
         ({"step": "rest"}, r"samples\[3\].step must be one of exchange, .*, got 'rest'"),
         ({"num_tokens": -4}, r"samples\[3\].num_tokens must be a whole number from 1 to 16777216, got -4"),
+        ({"step": "down"}, r"samples\[3\].num_local must be 0 but for up, down_grad, got \d+"),
         ({"num_link": 0}, r"samples\[3\].num_link must be a whole number from 1 to 16777216, got 0"),
     ],
 )

@@ -112,6 +112,8 @@ def _broken_rule(sample: Sample, num_multiprocessors: int) -> str | None:
         counts["num_link"] = sample.num_link
     if sample.step in DISPATCHES:
         counts["num_local"] = sample.num_local
+    elif sample.num_local:
+        return f"num_local must be 0 but for {', '.join(DISPATCHES)}, got {sample.num_local!r}"
     for what, value in (*vars(sample.shape).items(), *counts.items()):
         if not is_count(value) or value > _MOST:
             return f"{what} must be a whole number from 1 to {_MOST}, got {value!r}"
