@@ -33,10 +33,15 @@ BACKENDS = get_args(Backend)
 OWN = {
     "__training.steps": "the steps",
     "__job.dump_folder": "the folders",
+    "__checkpoint.folder": "the folders",
     "__job.config_file": "the config",
     "__uniep.backend": "the backends",
     "__throughput.no_time_moe": "the MoE's time",
 }
+
+
+class WentOnError(RuntimeError):
+    """A run went on from an earlier one, instead of training all steps."""
 
 
 def train(config: str, backend: str, folder: Path, overrides: list[str]) -> None:
@@ -51,8 +56,19 @@ def train(config: str, backend: str, folder: Path, overrides: list[str]) -> None
 
 
 def summarize(folder: Path) -> dict[str, Any]:
-    """Medians over the steps behind the warm-up."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """Medians over the steps behind the warm-up.
+
+    Raises:
+        WentOnError: there are steps that this run did not train.
+    """
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not lines or lines[0]["step"] != 1:
+        begins = f"step {lines[0]['step']}" if lines else "none"
+        raise WentOnError(
+            "[checkpoint] folder must be empty when a run starts, so that it begins with step 1, got a run that began "
+            f"with {begins}"
+        )
     warm = lines[WARMUP_STEPS:]
     step_time_s = statistics.median(line["step_time_s"] for line in warm)
     moe_s = statistics.median(line["moe_s"] for line in warm)
@@ -125,7 +141,11 @@ def main(argv: list[str]) -> int:
         if not options.keep:
             options.keep = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_train_")))
         options.keep.mkdir(parents=True, exist_ok=True)
-        rows = compare(options, argv, overrides)
+        try:
+            rows = compare(options, argv, overrides)
+        except WentOnError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
     return 0 if all(row.get("identical", True) for row in rows) else 1
 
 

@@ -49,6 +49,8 @@ SHAPES = ("deepseek-ocr", "qwen3-30b-a3b", "qwen3-235b-a22b")
 TOKENS = (2048, 8192, 32768)
 # A call of a launch that comes late in a large layer varies by 5 to 7 % (standard deviation), with the clock.
 NUM_CALLS = 9
+# Options that say what is measured, and what they are when they are not given.
+MEASURING = {"ep": 2, "shape": list(SHAPES), "tokens": list(TOKENS), "memory": "auto"}
 # Tokens that a GPU computes before its first time is taken: it would be cool, and so clock higher.
 HEATING_TOKENS = 100_000
 # Programs of the tables, and (num_dispatch, num_relay, num_combine) that are timed.
@@ -232,6 +234,11 @@ def check_counts(**counts: list[int]) -> None:
 def _check(options: argparse.Namespace) -> None:
     if not options.fit and (options.more or options.left_out):
         raise argparse.ArgumentTypeError("--more and --left-out must come with --fit, got none")
+    for name, value in MEASURING.items():
+        if options.fit and getattr(options, name) is not None:
+            raise argparse.ArgumentTypeError(f"--{name} must come without --fit, which measures nothing")
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     for path in (options.fit, *options.more) if options.fit else ():
         if options.out.resolve() == path.resolve():
             raise argparse.ArgumentTypeError(
@@ -244,10 +251,10 @@ def _check(options: argparse.Namespace) -> None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("hardware.json"), help="file to write (hardware.json)")
-    parser.add_argument("--ep", type=int, default=2, help="GPUs of a group (2)")
-    parser.add_argument("--shape", nargs="+", default=list(SHAPES), help="names of benchmarks/moe_shapes.toml")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of a rank (2048 8192 32768)")
-    parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), default="auto", help="symmetric memory")
+    parser.add_argument("--ep", type=int, help="GPUs of a group (2)")
+    parser.add_argument("--shape", nargs="+", help="names of benchmarks/moe_shapes.toml; without it three")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a rank (2048 8192 32768)")
+    parser.add_argument("--memory", choices=("auto", "nvshmem", "torch"), help="symmetric memory")
     parser.add_argument("--fit", type=Path, help="samples of an earlier calibration: fit again, measure nothing")
     parser.add_argument(
         "--more", type=Path, nargs="+", default=[], help="with --fit: further samples, as of tools.tune"

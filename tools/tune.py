@@ -321,8 +321,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--search-only", action="store_true", help="ask the model only; needs no GPU")
     parser.add_argument("--explain", action="store_true", help="with --search-only: every term")
     options = parser.parse_args(argv)
-    options.out = options.out or Path(f"benchmarks/tune_ep{options.ep}.json")
     try:
+        given = [name for name in ("out", "plot", "samples") if getattr(options, name) is not None]
+        if options.search_only and given:
+            raise argparse.ArgumentTypeError(f"--{given[0]} must come without --search-only, which measures nothing")
+        options.out = options.out or Path(f"benchmarks/tune_ep{options.ep}.json")
         check_counts(tokens=options.tokens, configs=[options.configs], calls=[options.calls])
         outputs = {name: path for name in ("out", "plot", "samples") if (path := getattr(options, name)) is not None}
         if len({path.resolve() for path in outputs.values()}) < len(outputs):

@@ -19,6 +19,7 @@ from tools import bench_train
             for what, option in (
                 ("the steps", "--training.steps=2"),
                 ("the folders", "--job.dump-folder=x"),
+                ("the folders", "--checkpoint.folder"),
                 ("the config", "--job.config_file=x"),
                 ("the backends", "--uniep.backend"),
                 ("the MoE's time", "--throughput.no-time-moe"),
@@ -39,6 +40,25 @@ def test_runs_are_not_gone_on_from(tmp_path, capsys, monkeypatch):
     (tmp_path / "1-reference").mkdir()
     assert bench_train.main(["config.toml", "--keep", str(tmp_path)]) == 2
     assert "--keep must be a folder without earlier runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "began"),
+    [(None, "none"), ("", "none"), ('{"step": 5}\n{"step": 6}\n', "step 5")],
+)
+def test_a_run_that_goes_on_from_another_is_no_measurement(lines, began, capsys, monkeypatch):
+    """As where the TOML names a folder of checkpoints that all runs share."""
+
+    def train(config: str, backend: str, folder: Path, overrides: list[str]) -> None:
+        folder.mkdir()
+        if lines is not None:
+            (folder / "metrics.jsonl").write_text(lines)
+
+    monkeypatch.setattr(bench_train, "train", train)
+    assert bench_train.main(["config.toml"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: [checkpoint] folder must be empty when a run starts")
+    assert said.endswith(f"began with {began}\n")
 
 
 def test_a_run_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -53,6 +53,14 @@ def test_tools_say_that_they_need_gpus(capsys, monkeypatch):
         (bench_moe.main, ("--out", "no/such/a.json"), "--out must be a file that can be written, in a folder"),
         (calibrate.main, ("--left-out",), "--more and --left-out must come with --fit, got none"),
         (calibrate.main, ("--more", "a.json"), "--more and --left-out must come with --fit, got none"),
+        (
+            calibrate.main,
+            ("--fit", "a.json", "--shape", "x"),
+            "--shape must come without --fit, which measures nothing",
+        ),
+        (calibrate.main, ("--fit", "a.json", "--ep", "2"), "--ep must come without --fit, which measures nothing"),
+        (tune.main, ("--search-only", "--out", "a"), "--out must come without --search-only, which measures nothing"),
+        (tune.main, ("--search-only", "--samples", "a"), "--samples must come without --search-only, which measures"),
     ],
 )
 def test_what_would_be_refused_late_is_refused_first(main, args, expected, capsys, monkeypatch):
@@ -316,7 +324,7 @@ def test_plot(tuned, tmp_path):
 
 def test_a_plot_needs_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert tune.main(["--search-only", "--plot", "a.png"]) == 2
+    assert tune.main(["--plot", "a.png"]) == 2
     assert "--plot must have matplotlib installed" in capsys.readouterr().err
 
 
