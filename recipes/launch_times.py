@@ -1,7 +1,8 @@
 """The time of each launch of one MoE layer on the GPUs of a group, with any configuration of the kernels."""
 
+import os
 import statistics
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from uniep.kernels.config import KernelConfig
 from uniep.kernels.timeline import Timeline
-from uniep.layer import BACKWARD_STEPS, FORWARD_STEPS, backward_steps, forward_steps, fused_moe
+from uniep.layer import BACKWARD_STEPS, FORWARD_STEPS, backward_steps, compile_layer, forward_steps, fused_moe
 from uniep.symmetric.heap import SymmetricHeap
 
 # About 2.5 ms, and 1 ms: what the host needs to launch a forward, and a backward.
@@ -58,6 +59,24 @@ class LayerInputs:
             normal(num_local, hidden_dim, dim) * 0.02,
             normal(num_tokens, dim),
         )
+
+
+def compile_ahead(inputs: LayerInputs, heap: SymmetricHeap, configs: Sequence[KernelConfig], **numerics: bool) -> None:
+    """`uniep.layer.compile_layer` with this rank's share of the processors. All ranks call it together."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    compile_layer(
+        inputs.grad_TD,
+        inputs.x_TD,
+        inputs.scores_TK,
+        inputs.expert_ids_TK,
+        inputs.w1_LFD,
+        inputs.w2_LDF,
+        inputs.w3_LFD,
+        heap=heap,
+        configs=configs,
+        num_threads=max(len(os.sched_getaffinity(0)) // num_ranks, 1),
+        **numerics,
+    )
 
 
 def warm_up(

@@ -33,7 +33,7 @@ from recipes.choices import (
     tuned_space,
 )
 from recipes.config import Tune
-from recipes.launch_times import LayerInputs, measure_layer, warm_up
+from recipes.launch_times import LayerInputs, compile_ahead, measure_layer, warm_up
 from recipes.records import commit, versions
 from recipes.step_timer import record_event
 from uniep.autotune.cache import CacheKey, load_choices, store_choices
@@ -299,8 +299,8 @@ def open_tuner(
     buckets = Buckets(options.bucket_tokens, max_tokens)
     space = tuned_space(hardware, base, fast=fast)
     agree = agree_through(group)
+    numerics = {"score_before_experts": score_before_experts, "fast": fast, "compiled": compiled}
     if options.mode == "measured":
-        numerics = {"score_before_experts": score_before_experts, "fast": fast, "compiled": compiled}
         choices = _measured(heap, group, buckets, hardware, space, base, options, agree, numerics)
         hardware = as_measured(shape, buckets, choices, hardware)
     else:
@@ -311,8 +311,10 @@ def open_tuner(
         shape, buckets, choices, hardware=hardware, base=base, options=options, agree=agree, leads=heap.rank == 0
     )
     inputs = LayerInputs.draw(heap, min(max_tokens, _WARM_UP_TOKENS))
-    for config in tuner.configs_to_compile():
-        warm_up(inputs, heap, config, score_before_experts=score_before_experts, fast=fast, compiled=compiled)
+    configs = tuner.configs_to_compile()
+    compile_ahead(inputs, heap, configs, **numerics)
+    for config in configs:
+        warm_up(inputs, heap, config, **numerics)
     del inputs
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -28,7 +28,7 @@ import recipes  # noqa: F401  prepares the platform
 from recipes.backend import open_heap
 from recipes.choices import kernel_config
 from recipes.config import UniEP
-from recipes.launch_times import LayerInputs, measure_layer, start_together, warm_up
+from recipes.launch_times import LayerInputs, compile_ahead, measure_layer, start_together, warm_up
 from tools.command import check_writable, end_with
 from tools.copy_bandwidth import measure_copies, measure_memory_gbs
 from tools.start_ranks import is_rank, join_ranks, start_ranks
@@ -105,9 +105,11 @@ def measure(shape: MoEShape, num_tokens: int, heap: SymmetricHeap) -> list[Sampl
     base = default_config(heap.device)
     inputs = LayerInputs.draw(heap, num_tokens)
     found = []
+    choices = list(configurations(base.num_programs))
+    configs = [kernel_config(choice, base) for choice in choices]
+    compile_ahead(inputs, heap, [base, *configs], score_before_experts=False)
     heat(inputs, heap, base)
-    for choice in configurations(base.num_programs):
-        config = kernel_config(choice, base)
+    for choice, config in zip(choices, configs, strict=True):
         warm_up(inputs, heap, config, score_before_experts=False)
         times_us, _ = measure_layer(inputs, heap, config, num_calls=NUM_CALLS, group=dist.group.WORLD)
         found += samples_of(shape, num_tokens, choice, times_us)

@@ -32,7 +32,7 @@ import recipes  # noqa: F401  prepares the platform
 from recipes.backend import open_heap
 from recipes.choices import TuneError, choice_of, find_hardware, kernel_config
 from recipes.config import UniEP
-from recipes.launch_times import LayerInputs, measure_layer, warm_up
+from recipes.launch_times import LayerInputs, compile_ahead, measure_layer, warm_up
 from tools import tune_report
 from tools.bench_moe import Layer, layers
 from tools.benchmark_file import write_benchmark
@@ -182,6 +182,8 @@ class Bench:
         compiled: set[tuple[str, str]] = set()
         with heap:
             inputs = LayerInputs.draw(heap, layer.num_tokens)
+            of_tiles = [kernel_config(choice_from({launch: (tile, 1, 1) for launch in TUNED}), base) for tile in TILES]
+            compile_ahead(inputs, heap, [base, *of_tiles], score_before_experts=False)
             want = heat(inputs, heap, base)
 
             def times_us(choice: Choice, num_calls: int) -> dict[str, float]:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from uniep.kernels.gemm_combine import (
     reduces_in_kernel,
     returned_score_grads,
 )
+from uniep.kernels.launch import only_compiling
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
 from uniep.kernels.timeline import Timeline
 from uniep.kernels.wgrad import default_wgrad_config, launch_wgrad
@@ -291,6 +292,39 @@ def fused_forward(*tensors: Tensor, **options: Any) -> Tensor:
     """`forward_steps` in one go. All ranks call it together, with any number of tokens up to the heap's max_tokens."""
     out_TD, _ = _finish(forward_steps(*tensors, **options))
     return out_TD
+
+
+@torch.no_grad()
+def compile_layer(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    *tensors: Tensor,
+    heap: SymmetricHeap,
+    configs: Sequence[KernelConfig],
+    score_before_experts: bool,
+    fast: bool = False,
+    compiled: bool = False,
+    num_threads: int = 8,
+) -> None:
+    """Compiles what forwards and backwards with any of these configurations launch, so many kernels at once. Nothing
+    runs and no rank waits for another, but all ranks of the heap must call it together: epochs are counted.
+
+    Args:
+        grad_TD: as `backward_steps` takes it. The values of all tensors are of no account.
+        x_TD, tensors, heap, score_before_experts, fast, compiled: as `fused_moe` takes them.
+    """
+    more: dict[str, Any] = {
+        "score_before_experts": score_before_experts,
+        "heap": heap,
+        "fast": fast,
+        "compiled": compiled,
+    }
+    with only_compiling(num_threads):
+        for config in configs:
+            steps = forward_steps(x_TD, *tensors, config=config, save=True, room=Room(heap.layout), **more)
+            _, saved = _finish(steps)
+            assert saved is not None
+            _finish(backward_steps(grad_TD, saved, x_TD, *tensors, config=config, **more))
 
 
 def _finish(steps: Generator[None, None, _Result], on_step: Callable[[int], None] | None = None) -> _Result:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.config import Tune
-from recipes.launch_times import LayerInputs
+from recipes.launch_times import LayerInputs, compile_ahead, warm_up
 from recipes.tuning import open_tuner
 from tests.gpu.bucket_training import num_compiled
 from uniep.autotune.hardware import shipped
@@ -52,3 +52,15 @@ def test_steps_of_all_buckets(mode: Any, score_before_experts: bool, tmp_path) -
     tuner.before_call(0)
     assert tuner.metrics()["tuner/tokens"] == 4096
     assert tuner.metrics()["tuner/measured_ms"] > 0
+
+
+def test_what_was_compiled_ahead_runs() -> None:
+    (heap,) = open_virtual_ranks(HeapLayout(SHAPE, 2048, num_kept=1), device="cuda")
+    inputs, config = LayerInputs.draw(heap, 2048), default_config(heap.device)
+    compile_ahead(inputs, heap, [config], score_before_experts=False)
+    before = num_compiled()
+    assert before
+    warm_up(inputs, heap, config)
+    torch.cuda.synchronize()
+    heap.check()
+    assert num_compiled() == before

@@ -11,7 +11,7 @@ import torch
 
 from recipes.backend import open_backend
 from recipes.config import Tune, UniEP
-from recipes.launch_times import LayerInputs
+from recipes.launch_times import LayerInputs, compile_ahead
 from recipes.tuning import open_tuner
 from tests.kernels.oracle import draw_batch
 from tests.kernels.ranks import run_ranks
@@ -19,7 +19,7 @@ from tests.kernels.test_backward import as_arrays, draw_grads, leaves
 from uniep.autotune.hardware import DISPATCHES, TILES, TUNED
 from uniep.kernels.config import KernelConfig, default_config
 from uniep.kernels.wgrad import WgradConfig
-from uniep.layer import FORWARD_STEPS, fused_moe
+from uniep.layer import FORWARD_STEPS, compile_layer, fused_moe
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -61,8 +61,8 @@ def of_tile(name: str) -> KernelConfig:
     return replace(DEFAULT, **{launch: replace(getattr(DEFAULT, launch), **tile) for launch in TUNED})
 
 
-def results(configs: list[KernelConfig], score_before_experts: bool) -> list[list[list]]:
-    """[rank][config]: output and gradients as arrays."""
+def results(configs: list[KernelConfig], score_before_experts: bool, *, compiles: bool = False) -> list[list[list]]:
+    """[rank][config]: output and gradients as arrays. compiles: before each, kernels are compiled."""
     generator = torch.Generator().manual_seed(3)
     ids = [torch.rand(num, 4, generator=generator).topk(2).indices for num in NUM_TOKENS]
     # Ordinary data: a sum in another order would show.
@@ -74,15 +74,11 @@ def results(configs: list[KernelConfig], score_before_experts: bool) -> list[lis
         for config in configs:
             inputs = leaves(batch, heap.rank)
             x, scores, *weights = inputs
-            out = fused_moe(
-                x,
-                scores,
-                ids[heap.rank],
-                *weights,
-                score_before_experts=score_before_experts,
-                heap=heap,
-                config=config,
-            )
+            tensors = (x, scores, ids[heap.rank], *weights)
+            more: dict[str, Any] = {"score_before_experts": score_before_experts, "heap": heap}
+            if compiles:
+                compile_layer(grads[heap.rank], *tensors, configs=[config, DEFAULT], **more)
+            out = fused_moe(*tensors, config=config, **more)
             found.append(as_arrays([out, *torch.autograd.grad(out, inputs, grads[heap.rank])]))
         heap.check()
         return found
@@ -109,6 +105,29 @@ def test_bits_do_not_depend_on_the_tile() -> None:
         for got in others:
             for one, other in zip(want, got, strict=True):
                 assert torch.equal(torch.from_numpy(one), torch.from_numpy(other))
+
+
+@pytest.mark.parametrize("score_before_experts", [False, True])
+def test_compiling_changes_no_bit(score_before_experts: bool) -> None:
+    configs = [DEFAULT, of_tile("narrow")]
+    for want, got in zip(
+        results(configs, score_before_experts), results(configs, score_before_experts, compiles=True), strict=True
+    ):
+        for of_config, other in zip(want, got, strict=True):
+            for one, again in zip(of_config, other, strict=True):
+                assert torch.equal(torch.from_numpy(one), torch.from_numpy(again))
+
+
+def test_compiling_runs_nothing() -> None:
+    (heap,) = open_virtual_ranks(HeapLayout(MoEShape(4, 2, 40, 24), 12, tile_rows=16), device="cpu")
+    inputs = LayerInputs.draw(heap, 12)
+    written = [heap.region(name) for name in heap.layout.regions]
+    written += [getattr(heap.scoreboard, name) for name in ("input_ready", "output_ready", "counters", "watch")]
+    for tensor in written:
+        tensor.view(torch.uint8).fill_(0x5A)
+    compile_ahead(inputs, heap, [DEFAULT, of_tile("wide3")], score_before_experts=False)
+    for tensor in written:
+        assert (tensor.view(torch.uint8) == 0x5A).all()
 
 
 def test_each_step_of_a_recorded_forward_is_told() -> None:

@@ -237,7 +237,8 @@ class PendingSizes:
         on_gpu = heap.device.type == "cuda"
         self._heap = heap
         self._event = torch.cuda.Event() if on_gpu else None
-        self.target = torch.empty(2, dtype=torch.int32, pin_memory=on_gpu)
+        # Zeros: where kernels are only compiled, nothing is written.
+        self.target = torch.zeros(2, dtype=torch.int32, pin_memory=on_gpu)
 
     def written(self) -> None:
         """To be called behind the launch that writes the target."""

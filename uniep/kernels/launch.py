@@ -6,14 +6,32 @@ for it in a layer of small experts. Here a launch is known again by what Triton 
 binary with addresses instead of tensors.
 """
 
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 _binaries: dict[tuple[Any, ...], Any] = {}
+_only_compiles = False
+
+
+@contextlib.contextmanager
+def only_compiling(num_threads: int) -> Iterator[None]:
+    """Launches inside compile, so many at once, and run nothing. What waits for the device gets what lay there before.
+    At the end all are compiled; interpreted kernels need nothing."""
+    global _only_compiles
+    with ThreadPoolExecutor(num_threads) as executor, triton.AsyncCompileMode(executor):
+        _only_compiles = True
+        try:
+            yield
+        finally:
+            _only_compiles = False
 
 
 def launch(
@@ -27,7 +45,11 @@ def launch(
     """
     options = {"num_warps": num_warps} if num_stages is None else {"num_warps": num_warps, "num_stages": num_stages}
     if not isinstance(kernel, JITFunction):
-        kernel[(num_programs,)](*args, **constexprs, **options)
+        if not _only_compiles:
+            kernel[(num_programs,)](*args, **constexprs, **options)
+        return
+    if _only_compiles:
+        kernel.warmup(*args, grid=(num_programs,), **constexprs, **options)
         return
     values: list[Any] = []
     key: list[Any] = [kernel, torch.cuda.current_device(), num_warps, num_stages]
