@@ -3,14 +3,14 @@
 python -m tools.bench_moe --ep 2 --tokens 8192 --pass forward [--shape NAME ...] [--experts E] [--out FILE.json]
 
 Starts a process a GPU. All variants hold the same weights and tokens and are timed in turn, each figure the median of
-means over a few calls in a row, the slowest rank's. The order changes from turn to turn: what follows a variant that
-heats the GPUs would be late every time. Bits are compared first, output and gradients, ours with TorchTitan's: a row
-with unequal bits prints no speed-up. `gemm` is the layer's grouped GEMMs through torch._grouped_mm on rows that lie in
-place already: a floor that no block reaches. The JSON counts to how many ranks a token is copied, beside what even
-routing would give. `--switches` times the fused kernels once more with each measuring switch set, `--numerics-fast`
-with `[uniep] numerics = "fast"`: its time stands beside the bitwise one, and how far its gradients are from those in
-relative L2, the largest of any rank. `--tune model` times them with the configuration that the autotuner chooses too,
-as `[uniep.tune] mode` sets it.
+means over a few calls in a row, the slowest rank's. Before each, the variant runs as long untimed, and the order
+changes from turn to turn: what always followed a variant that heats the GPUs would always be late. Bits are compared
+first, output and gradients, ours with TorchTitan's: a row with unequal bits prints no speed-up. `gemm` is the layer's
+grouped GEMMs through torch._grouped_mm on rows that lie in place already: a floor that no block reaches. The JSON
+counts to how many ranks a token is copied, beside what even routing would give. `--switches` times the fused kernels
+once more with each measuring switch set, `--numerics-fast` with `[uniep] numerics = "fast"`: its time stands beside the
+bitwise one, and how far its gradients are from those in relative L2, the largest of any rank. `--tune model` times them
+with the configuration that the autotuner chooses too, as `[uniep.tune] mode` sets it.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from uniep.kernels.config import CombineConfig
 from uniep.shapes import MoEShape, ShapeError
 
 ROOT = Path(__file__).parents[1]
-SAMPLES, CALLS = 7, 20
+SAMPLES, CALLS = 5, 20
 # The variants of --numerics-fast and --tune.
 FAST, TUNED_VARIANT = "uniep fast", "uniep tuned"
 # What each switch of the fused kernels is set to when it is measured.
@@ -170,13 +170,14 @@ def grouped_gemms(moe: Any, layer: Layer, with_backward: bool) -> Callable[[], N
 
 
 def time_interleaved(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Milliseconds a call. Every variant is warm when its first sample is taken; all ranks take them in one order."""
+    """Milliseconds a call. All ranks take the samples in one order, which changes from turn to turn."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     shuffled = random.Random(0)
-    for sample in range(SAMPLES + 1):
+    for _ in range(SAMPLES):
         for name, call in shuffled.sample(list(variants.items()), len(variants)):
-            if sample == 0:
+            # What ran before it has left the GPUs hotter or cooler than it makes them itself.
+            for _ in range(CALLS):
                 call()
             torch.cuda.synchronize()
             dist.barrier()
@@ -185,8 +186,7 @@ def time_interleaved(variants: dict[str, Callable[[], Any]]) -> dict[str, float]
                 call()
             end.record()
             torch.cuda.synchronize()
-            if sample:
-                samples[name].append(start.elapsed_time(end) / CALLS)
+            samples[name].append(start.elapsed_time(end) / CALLS)
     slowest = torch.tensor([statistics.median(s) for s in samples.values()], device="cuda")
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return dict(zip(samples, slowest.tolist(), strict=True))
