@@ -122,7 +122,8 @@ class Block:
         return {n: (t.to_local() if isinstance(t, DTensor) else t) for n, t in found.items()}
 
 
-def build_stock(layer: Layer, mesh: DeviceMesh, device: torch.device) -> torch.nn.Module:
+def build_stock(layer: Layer, ep_mesh: DeviceMesh | None, device: torch.device) -> torch.nn.Module:
+    """TorchTitan's block, and as TorchTitan has it for one rank without expert parallelism."""
     from torchtitan.distributed.expert_parallel import ExpertParallel
     from torchtitan.models.moe import MoE, MoEArgs
 
@@ -142,13 +143,14 @@ def build_stock(layer: Layer, mesh: DeviceMesh, device: torch.device) -> torch.n
         moe = MoE(args, shape.dim, shape.hidden_dim)
         moe.init_weights(0.02, device)
     torch.set_default_dtype(torch.float32)
-    return parallelize_module(moe, mesh, {"experts": ExpertParallel()})
+    return moe if ep_mesh is None else parallelize_module(moe, ep_mesh, {"experts": ExpertParallel()})
 
 
 def grouped_gemms(moe: Any, layer: Layer, with_backward: bool) -> Callable[[], None]:
     """The layer's GEMMs alone, on as many rows as a rank receives with balanced routing, in groups of equal size."""
     shape = layer.shape
-    w1, w2, w3 = (w.to_local().detach() for w in (moe.experts.w1, moe.experts.w2, moe.experts.w3))
+    weights = (moe.experts.w1, moe.experts.w2, moe.experts.w3)
+    w1, w2, w3 = ((w.to_local() if isinstance(w, DTensor) else w).detach() for w in weights)
     rows = layer.num_tokens * shape.top_k // shape.num_local_experts // 8 * 8 or 8
     ends = torch.arange(1, len(w1) + 1, device=w1.device, dtype=torch.int32) * rows
     x_RD = torch.randn(rows * len(w1), shape.dim, device=w1.device).bfloat16()
@@ -247,7 +249,9 @@ def relative_errors(want: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str
     return dict(zip(want, errors.tolist(), strict=True))
 
 
-def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+def measure(
+    layer: Layer, options: argparse.Namespace, ep_mesh: DeviceMesh | None, device: torch.device
+) -> dict[str, Any]:
     with_backward = options.passes == "both"
 
     def opened(
@@ -259,7 +263,7 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
             name,
             layer.shape,
             max_tokens=layer.num_tokens,
-            ep_mesh=mesh,
+            ep_mesh=ep_mesh,
             options=section,
             num_layers_waiting=int(with_backward),
             switches=switch or {},
@@ -268,7 +272,7 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
     def block(moe: torch.nn.Module) -> Block:
         return Block(moe, layer, device, with_backward)
 
-    stock = build_stock(layer, mesh, device)
+    stock = build_stock(layer, ep_mesh, device)
     backends = {
         "reference": opened("reference"),
         "uniep": opened("uniep"),
@@ -279,7 +283,7 @@ def measure(layer: Layer, options: argparse.Namespace, mesh: DeviceMesh, device:
         backends[FAST] = opened("uniep", numerics="fast")
     if options.tune != "off":
         backends[TUNED_VARIANT] = opened("uniep", mode=options.tune)
-    blocks = {"stock": block(stock)} | {n: block(UniEPMoE(stock, b, ep_mesh=mesh)) for n, b in backends.items()}
+    blocks = {"stock": block(stock)} | {n: block(UniEPMoE(stock, b, ep_mesh=ep_mesh)) for n, b in backends.items()}
     want = blocks["stock"].results()
     unequal = {name: unequal_results(want, blocks[name].results()) for name in backends if name != FAST}
     # Where ours has the stock block's bits, they are the bitwise gradients; where not, the row counts for nothing.
@@ -347,10 +351,10 @@ def report(row: dict[str, Any]) -> str:
 def work(options: argparse.Namespace, argv: list[str]) -> int:
     """One rank."""
     device = join_ranks()
-    mesh = init_device_mesh("cuda", (options.ep,), mesh_dim_names=("ep",))
+    ep_mesh = init_device_mesh("cuda", (options.ep,), mesh_dim_names=("ep",)) if options.ep > 1 else None
     rows = []
     for layer in layers(options):
-        row = measure(layer, options, mesh, device)
+        row = measure(layer, options, ep_mesh, device)
         rows.append(row)
         torch.cuda.empty_cache()
         if dist.get_rank() == 0:
