@@ -236,18 +236,15 @@ def check_counts(**counts: list[int]) -> None:
 def _check(options: argparse.Namespace) -> None:
     if not options.fit and (options.more or options.left_out):
         raise argparse.ArgumentTypeError("--more and --left-out must come with --fit, got none")
-    for name, value in MEASURING.items():
-        if options.fit and getattr(options, name) is not None:
-            raise argparse.ArgumentTypeError(f"--{name} must come without --fit, which measures nothing")
-        if getattr(options, name) is None:
-            setattr(options, name, value)
+    if options.fit and (given := [name for name in MEASURING if getattr(options, name) is not None]):
+        raise argparse.ArgumentTypeError(f"--{given[0]} must come without --fit, which measures nothing")
     for path in (options.fit, *options.more) if options.fit else ():
         if options.out.resolve() == path.resolve():
             raise argparse.ArgumentTypeError(
                 f"--out must be another file than those of --fit and --more, got {options.out}"
             )
     check_writable("--out", options.out)
-    check_counts(tokens=options.tokens)
+    check_counts(tokens=options.tokens or [])
 
 
 def main(argv: list[str]) -> int:
@@ -265,6 +262,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         _check(options)
+        for name, value in MEASURING.items():
+            if getattr(options, name) is None:
+                setattr(options, name, value)
         if options.fit:
             measured = Calibration.load(options.fit)
             others = [Calibration.load(path) for path in options.more]
