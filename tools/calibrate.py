@@ -44,7 +44,7 @@ from uniep.symmetric.heap import SymmetricHeap
 
 ROOT = Path(__file__).parents[1]
 # Small and large experts, narrow and wide models: what decides a GEMM's speed, what is sent and copied, and how hot the
-# GPU gets. These three predict the other layers as well as five did.
+# GPU gets. docs/autotuner.md says how well these three predict other layers.
 SHAPES = ("deepseek-ocr", "qwen3-30b-a3b", "qwen3-235b-a22b")
 TOKENS = (2048, 8192, 32768)
 # A call of a launch that comes late in a large layer varies by 5 to 7 % (standard deviation), with the clock.

@@ -306,8 +306,8 @@ def compile_layer(
     compiled: bool = False,
     num_threads: int = 8,
 ) -> None:
-    """Compiles what forwards and backwards with any of these configurations launch, so many kernels at once. Nothing
-    runs and no rank waits for another, but all ranks of the heap must call it together: epochs are counted.
+    """Compiles what forwards and backwards with any of these configurations launch, num_threads kernels at once. None
+    of them runs and no rank waits for another, but all ranks of the heap must call it together: epochs are counted.
 
     Args:
         grad_TD: as `backward_steps` takes it. The values of all tensors are of no account.

@@ -11,10 +11,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -23,13 +24,10 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from uniep.autotune.hardware import TILES
-from uniep.kernels import build_plan
 from uniep.kernels.config import LAUNCHES, KernelConfig
-from uniep.kernels.dispatch_gemm import launch_dispatch_gemm, launch_dispatch_gemm_backward
-from uniep.kernels.exchange_routing import launch_exchange_routing
-from uniep.kernels.gemm_combine import launch_gemm_combine, launch_gemm_combine_backward
 from uniep.kernels.timeline import Timeline
-from uniep.kernels.wgrad import WgradConfig, launch_wgrad
+from uniep.kernels.wgrad import WgradConfig
+from uniep.layer import backward_steps, forward_steps
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -95,6 +93,15 @@ def _resources(binary: Any) -> dict[str, Any]:
     }
 
 
+def finish(steps: Generator[None, None, Any]) -> Any:
+    """What it returns at its end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
 def capture_launches(
     shape: MoEShape,
     num_tokens: int,
@@ -104,8 +111,8 @@ def capture_launches(
     recorded: bool = False,
     compiled: bool = False,
 ) -> list[Capture]:
-    """Calls every launcher with tensors that have no memory. recorded: with a timeline. compiled: SwiGLU as
-    torch.compile rounds it."""
+    """A layer's forward and the backwards of both numerics, with tensors that have no memory. recorded: with a
+    timeline. compiled: SwiGLU as torch.compile rounds it."""
     captures = []
     for module, kernels in (
         ("exchange_routing", ["_exchange_routing_kernel"]),
@@ -133,69 +140,18 @@ def capture_launches(
     timeline = Timeline(meta)
     if recorded:
         timeline.start()
-    returned = heap.take_returned(keep=False)
-    launch_exchange_routing(ids, scores, heap, epoch=1, returned=returned, timeline=timeline)
-    plan, _ = build_plan.launch_build_plan(heap)
-    score: dict[str, Any] = {"score_before_experts": score_before_experts, "timeline": timeline}
-    rows = num_tokens * shape.top_k
-    up = launch_dispatch_gemm(
-        x, w1, w3, plan, heap, config=config, room_rows=rows, epoch=1, save_halves=True, compiled=compiled, **score
-    )
-    launch_gemm_combine(
-        up.h_RF,
-        w2,
-        scores,
-        plan,
-        heap,
-        config=config,
-        epoch=1,
-        reduce_in_kernel=True,
-        returned=returned,
-        **score,
-    )
-    all_scores = None if score_before_experts else heap.region("scores")
-    for fast in (False, True):
-        grads = launch_dispatch_gemm_backward(
-            x,
-            w2,
-            up.g_RF,
-            up.u_RF,
-            all_scores,
-            plan,
-            heap,
-            config=config,
-            epoch=2,
-            timeline=timeline,
-            scores_at_experts=fast and not score_before_experts,
-            compiled=compiled,
-        )
-        launch_gemm_combine_backward(
-            grads.grad_g_RF,
-            grads.grad_u_RF,
-            w1,
-            w3,
-            scores,
-            ids,
-            plan,
-            heap,
-            config=config,
-            epoch=2,
-            returned=returned,
-            round_all=not fast,
-            score_parts_RP=grads.score_parts_RP,
-            **score,
-        )
-    launch_wgrad(
-        grads.grad_g_RF,
-        grads.grad_u_RF,
-        grads.grad_y_RD,
-        up.x_RD,
-        grads.h_RF,
-        plan.expert_offsets,
-        shape=shape,
-        config=WgradConfig(config.num_programs, use_tma=config.up.use_tma),
-        timeline=timeline,
-    )
+    tensors = (scores, ids, w1, w2, w3)
+    more: dict[str, Any] = {
+        "score_before_experts": score_before_experts,
+        "heap": heap,
+        "config": replace(config, wgrad=WgradConfig(config.num_programs, use_tma=config.up.use_tma)),
+        "compiled": compiled,
+        "timeline": timeline,
+    }
+    with mock.patch("uniep.layer.reduces_in_kernel", return_value=True):
+        saved = finish(forward_steps(x, *tensors, save=True, **more))[1]
+        for fast in (False, True):
+            finish(backward_steps(x, saved, x, *tensors, fast=fast, **more))
     return captures
 
 

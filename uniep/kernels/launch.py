@@ -23,8 +23,8 @@ _only_compiles = False
 
 @contextlib.contextmanager
 def only_compiling(num_threads: int) -> Iterator[None]:
-    """Launches inside compile, so many at once, and run nothing. What waits for the device gets what lay there before.
-    At the end all are compiled; interpreted kernels need nothing."""
+    """Launches inside compile, num_threads at once, and run nothing: what they would write stays as it was. At the end
+    all are compiled; interpreted kernels need nothing."""
     global _only_compiles
     with ThreadPoolExecutor(num_threads) as executor, triton.AsyncCompileMode(executor):
         _only_compiles = True
