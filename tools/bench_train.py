@@ -82,6 +82,8 @@ def summarize(folder: Path) -> dict[str, Any]:
         "tokens_per_day": tokens / step_time_s * 86400,
         "peak_memory_gib": max(line["memory_gib"] for line in lines),
         "last_loss": lines[-1]["loss"],
+        # Where nothing is cached, most of it is the compilation of the kernels.
+        "first_step_s": lines[0]["step_time_s"],
         # Of the autotuner.
         **({"start_up_s": start_up_s} if start_up_s else {}),
     }
@@ -96,7 +98,8 @@ def _verdict(row: dict[str, Any]) -> str:
 
 
 def _start_up(row: dict[str, Any]) -> str:
-    return "".join(f", {what} {seconds:.2f} s" for what, seconds in row.get("start_up_s", {}).items())
+    took_s = {"first step": row["first_step_s"], **row.get("start_up_s", {})}
+    return "".join(f", {what} {seconds:.2f} s" for what, seconds in took_s.items())
 
 
 def _check(options: argparse.Namespace, overrides: list[str]) -> None:

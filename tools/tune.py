@@ -129,9 +129,12 @@ def final(
     generator = np.random.default_rng(0)
     measured_us: dict[str, dict[Config, list[float]]] = {launch: defaultdict(list) for launch in TUNED}
     fixed_times: dict[str, list[float]] = {step: [] for step in FIXED_STEPS}
+    most = max(map(len, contenders.values()))
     for _ in range(ROUNDS):
-        for index in generator.permutation(max(map(len, contenders.values()))):
-            now = {launch: configs[index % len(configs)] for launch, configs in contenders.items()}
+        # Each launch in an order of its own: what runs before it decides how hot it begins.
+        orders = {launch: generator.permutation(most) % len(configs) for launch, configs in contenders.items()}
+        for turn in range(most):
+            now = {launch: configs[orders[launch][turn]] for launch, configs in contenders.items()}
             times = times_us(choice_from(now), 1)
             for launch, config in now.items():
                 measured_us[launch][config].append(times[launch])

@@ -11,7 +11,7 @@ from uniep.autotune.cost_model import (
     BACKWARD,
     FORWARD,
     Candidates,
-    _hot,
+    _heat,
     _relayed_at_send,
     fixed_us,
     overlap,
@@ -106,7 +106,7 @@ def test_more_work_takes_longer(launch, h200):
     times = [total_us(launch, Workload.balanced(SHAPE, n), h200) for n in (1, 4, 16, 256, 1024, 4096, 16384, 65536)]
     assert times == sorted(times)
     # Twice the work is about twice the time where the work is large: the units do not depend on size.
-    cool = h200.with_constants({"hot_share": 1e-9})
+    cool = h200.with_constants({"hot_share": 1e-9, "beside_hot_share": 1e-9})
     twice = total_us(launch, Workload.balanced(SHAPE, 1 << 18), cool) / total_us(
         launch, Workload.balanced(SHAPE, 1 << 17), cool
     )
@@ -143,7 +143,7 @@ def test_every_constant_has_its_direction(name, h200):
 
 def test_a_hot_gpu_computes_slower_and_a_cool_one_does_not(h200):
     """A few tokens do not lower the clock; many do, more in each later step of the layer."""
-    cool = h200.with_constants({"hot_share": 1e-9})
+    cool = h200.with_constants({"hot_share": 1e-9, "beside_hot_share": 1e-9})
 
     def ratio(launch: str, num_tokens: int) -> float:
         work = Workload.balanced(SHAPE, num_tokens)
@@ -155,11 +155,11 @@ def test_a_hot_gpu_computes_slower_and_a_cool_one_does_not(h200):
 
 def test_heat_is_the_mean_over_the_step(h200):
     """By small steps of what is computed."""
-    work, share, tflop = Workload.balanced(SHAPE, 8192), h200.constants["hot_share"], h200.constants["hot_tflop"]
+    work, tflop = Workload.balanced(SHAPE, 8192), h200.constants["hot_tflop"]
     product = 2e-12 * work.num_rows * SHAPE.dim * SHAPE.hidden_dim
     for step, begin, end in (("up", 0, 2), ("wgrad", 4, 7)):
         computed = np.linspace(begin * product, end * product, 10001)
-        assert _hot(step, work, h200) == pytest.approx(np.mean(1.0 + share * np.log1p(computed / tflop)), rel=1e-3)
+        assert _heat(step, work, h200) == pytest.approx(np.mean(np.log1p(computed / tflop)), rel=1e-3)
 
 
 def test_tokens_of_later_experts_come_late(h200):

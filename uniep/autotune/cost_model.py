@@ -9,13 +9,14 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from uniep.autotune.hardware import DISPATCHES, TILES, Floats, Hardware, Ints
+from uniep.autotune.hardware import COMBINES, DISPATCHES, TILES, Floats, Hardware, Ints
 from uniep.autotune.workload import TILE_ROWS, Workload
 
 _BYTES = 2  # of a bf16 element
 _BYTES_PER_US = 1e3  # of 1 GB/s
-# Rows that the dispatch sends behind one fence: uniep.kernels.copy_shape.
+# Rows that the dispatch sends behind one fence, and most columns that a relay copies at once: uniep.kernels.copy_shape.
 _CHUNK_TOKENS = 32
+_MAX_COPY_COLS = 2048
 # Columns, rows and rows a step of a tile of the weight gradients: uniep.kernels.wgrad.
 _WGRAD_F, _WGRAD_D, _WGRAD_STEP = 128, 256, 32
 # Programs that end one after another leave, on average, half a tile's time at the end.
@@ -114,11 +115,10 @@ class _Gemm:
             return self.num_tiles / (num_programs * self.tiles_per_us)
 
 
-def _hot(step: str, work: Workload, hardware: Hardware) -> float:
-    """How much longer Tensor Cores take. A layer begins with a cool GPU; one that has computed for a while meets its
-    limit of power and lowers its clock, the further the longer, ever more slowly."""
-    constants = hardware.constants
-    share, tflop = constants["hot_share"], constants["hot_tflop"]
+def _heat(step: str, work: Workload, hardware: Hardware) -> float:
+    """Tensor Cores take longer by a share of it. A layer begins with a cool GPU; one that has computed for a while
+    meets its limit of power and lowers its clock, the further the longer, ever more slowly."""
+    tflop = hardware.constants["hot_tflop"]
     product = 2e-12 * work.num_rows * work.shape.dim * work.shape.hidden_dim / tflop
     begin, end = (count * product for count in _PRODUCTS[step])
 
@@ -126,7 +126,7 @@ def _hot(step: str, work: Workload, hardware: Hardware) -> float:
         return (1.0 + x) * math.log1p(x) - x
 
     # The mean over the step.
-    return 1.0 + share * (integral(end) - integral(begin)) / (end - begin)
+    return (integral(end) - integral(begin)) / (end - begin)
 
 
 def _gemm(
@@ -140,13 +140,16 @@ def _gemm(
     )
     num_col_tiles = np.ceil(out_cols / block_n)
     num_tiles = work.num_row_tiles * num_col_tiles
-    # Rows and columns past the end are computed, but not stored. Of two programs on a multiprocessor one's epilogue
-    # runs beside the other's products.
+    # Columns past the end are computed, but not stored; nor are rows, which matters where an epilogue does little else.
     epilogue_us = constants[f"{launch}.epilogue_us"] * out_cols / (num_col_tiles * _EPILOGUE_COLS)
-    epilogue_us = epilogue_us * work.num_rows / (work.num_row_tiles * TILE_ROWS)
-    epilogue_us = np.where(occupancy > 1, constants["beside_share"], 1.0) * epilogue_us
+    if launch in COMBINES:
+        epilogue_us = epilogue_us * work.num_rows / (work.num_row_tiles * TILE_ROWS)
+    # Of two programs on a multiprocessor one's epilogue runs beside the other's products, and they take less power.
+    beside = occupancy > 1
+    epilogue_us = np.where(beside, constants["beside_share"], 1.0) * epilogue_us
     tile_us = np.ceil(depth / block_k) * hardware.steps_us(launch) + epilogue_us
-    tile_us = tile_us * _hot(launch, work, hardware)
+    hot_share = np.where(beside, constants["beside_hot_share"], constants["hot_share"])
+    tile_us = tile_us * (1.0 + hot_share * _heat(launch, work, hardware))
     # The device memory serves the tiles meanwhile.
     compute_us = np.maximum(num_tiles / hardware.num_multiprocessors, 1.0) * tile_us
     memory_us = io_bytes / (hardware.memory_gbs * _BYTES_PER_US)
@@ -170,6 +173,11 @@ def _relayed_at_send(capacity: Floats, rows_of_token: float) -> Floats:
     k = max(rows_of_token, 1.0 + 1e-6)
     left = np.maximum(k * capacity, 1.0) ** (-k / (k - 1.0))
     return np.minimum(1.0 - left ** (1.0 / k) + capacity * left, 1.0)
+
+
+def _row_parts(dim: int) -> int:
+    """Parts of a row that a relay copies one by one."""
+    return -(-dim // min(max(dim & -dim, 128), _MAX_COPY_COLS))
 
 
 def _dispatch(launch: str, work: Workload, hardware: Hardware, candidates: Candidates) -> Prediction:
@@ -197,7 +205,8 @@ def _dispatch(launch: str, work: Workload, hardware: Hardware, candidates: Candi
     chunk_us = np.maximum(chunk_bytes * num_link / link_rate, alone_us)
     send_us = work.num_sent / _CHUNK_TOKENS * chunk_us / num_link
     # A relay's reads are mostly in the second-level cache: the programs do not slow each other down.
-    program_rate = constants[f"{launch}.relay_share"] * _BYTES_PER_US * hardware.copy.at(one, num_warps)
+    copy_rate = constants[f"{launch}.relay_share"] * _BYTES_PER_US * hardware.copy.at(one, num_warps)
+    program_rate = row_bytes / (row_bytes / copy_rate + _row_parts(dim) * constants["row_part_us"])
     most_rate = hardware.memory_gbs * _BYTES_PER_US
     early_rate = np.minimum(num_local * program_rate, most_rate)
     late_rate = np.minimum((num_local + num_link) * program_rate, most_rate)
@@ -315,7 +324,7 @@ def _wgrad(work: Workload, hardware: Hardware) -> dict[str, float]:
     # An expert's last step is half empty on average.
     num_steps = work.num_rows / num_local / _WGRAD_STEP + 0.5
     tile_us = num_steps * constants["wgrad.step_us"] + constants["wgrad.tile_us"]
-    tile_us *= _hot("wgrad", work, hardware)
+    tile_us *= 1.0 + constants["hot_share"] * _heat("wgrad", work, hardware)
     compute_us = num_tiles * tile_us / hardware.num_multiprocessors
     io_bytes = _BYTES * (work.num_rows * (2 * dim + 3 * hidden_dim) + 3 * num_local * dim * hidden_dim)
     memory_us = io_bytes / (_BYTES_PER_US * hardware.memory_gbs)

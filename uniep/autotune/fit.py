@@ -85,9 +85,10 @@ RESOURCES: dict[str, tuple[str, ...]] = {
 def start_constants() -> dict[str, float]:
     """Orders of magnitude, of a Hopper GPU. A fit starts from them; those that it leaves are named as assumed."""
     constants = {
-        "launch_us": 6.0, "chunk_us": 5.0, "mark_us": 3.0,
+        "launch_us": 6.0, "chunk_us": 5.0, "row_part_us": 0.002, "mark_us": 3.0,
         "send_share": 1.0, "link_gbs": 330.0, "reduce_share": 1.0,
-        "memory_share": 0.1, "beside_share": 0.6, "hot_share": 0.1, "hot_tflop": 0.3,
+        "memory_share": 0.1, "beside_share": 0.6,
+        "hot_share": 0.1, "beside_hot_share": 0.1, "hot_tflop": 0.3,
         "exchange.fixed_us": 30.0, "plan.fixed_us": 30.0, "plan.gbs": 500.0,
         "scores.fixed_us": 20.0, "scores.gbs": 3000.0, "wgrad.step_us": 0.33, "wgrad.tile_us": 3.4,
     }  # fmt: skip

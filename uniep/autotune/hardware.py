@@ -126,8 +126,8 @@ TILES = {
 
 def constant_names() -> tuple[str, ...]:
     """All constants of the model. Units stand in the names; `share` is a number without a unit."""
-    names = ["launch_us", "chunk_us", "mark_us", "send_share", "link_gbs", "reduce_share"]
-    names += ["memory_share", "beside_share", "hot_share", "hot_tflop"]
+    names = ["launch_us", "chunk_us", "row_part_us", "mark_us", "send_share", "link_gbs", "reduce_share"]
+    names += ["memory_share", "beside_share", "hot_share", "beside_hot_share", "hot_tflop"]
     names += ["exchange.fixed_us", "plan.fixed_us", "plan.gbs", "scores.fixed_us", "scores.gbs"]
     names += ["wgrad.step_us", "wgrad.tile_us"]
     names += [f"{tile}.link_share" for tile in TILES]
