@@ -1,6 +1,6 @@
 """Choices of the autotuner and the kernels' configurations: one from the other, by hand, by the model, by measuring."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,16 +180,14 @@ def candidates_to_measure(work: Workload, hardware: Hardware, space: Space, coun
     ]
 
 
-def choose_by_measuring(
-    work: Workload, hardware: Hardware, space: Space, count: int, times_us: Callable[[Choice], dict[str, float]]
-) -> Choice:
-    """Of the model's best of each launch, the fastest by its measured time.
+def choose_by_measuring(candidates: Sequence[Choice], times_us: Callable[[Choice], dict[str, float]]) -> Choice:
+    """Of each launch the fastest candidate by its measured time.
 
     Args:
         times_us: measures a configuration: launch -> microseconds.
     """
     measured: dict[str, list[LaunchChoice]] = {launch: [] for launch in TUNED}
-    for choice in candidates_to_measure(work, hardware, space, count):
+    for choice in candidates:
         times = times_us(choice)
         for launch, found in choice.launches.items():
             measured[launch].append(replace(found, predicted_us=times[launch]))

@@ -23,6 +23,7 @@ from torchtitan.tools.logging import logger
 
 from recipes.choices import (
     Buckets,
+    candidates_to_measure,
     choice_of,
     choose_by_measuring,
     choose_by_model,
@@ -359,7 +360,9 @@ def _measured(
             return times
 
         work = Workload.balanced(shape, num_tokens)
-        choices[bucket] = choose_by_measuring(work, hardware, space, options.num_candidates, times_us)
+        candidates = candidates_to_measure(work, hardware, space, options.num_candidates)
+        compile_ahead(inputs, heap, [kernel_config(choice, base) for choice in candidates], **numerics)
+        choices[bucket] = choose_by_measuring(candidates, times_us)
         if folder is not None and heap.rank == 0:
             store_choices(folder, key, choices)
     return {bucket: choices[bucket] for bucket in buckets.all()}

@@ -299,8 +299,9 @@ def test_measured_is_the_fastest_of_the_models_best(h200):
         # The model's third is the fastest here.
         return dict.fromkeys(TUNED, 100.0 if len(tried) == 3 else 200.0 + len(tried))
 
-    chosen = choose_by_measuring(work, h200, kernel_space(h200), 8, times_us)
-    assert tried == candidates_to_measure(work, h200, kernel_space(h200), 8)
+    candidates = candidates_to_measure(work, h200, kernel_space(h200), 8)
+    chosen = choose_by_measuring(candidates, times_us)
+    assert tried == candidates
     for launch, found in chosen.launches.items():
         assert found.predicted_us == 100.0
         third = tried[2].launches[launch]
