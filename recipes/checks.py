@@ -88,7 +88,7 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("comm", "init_timeout_seconds", "at least 1", lambda value: value >= 1),
     ("comm", "train_timeout_seconds", "at least 1", lambda value: value >= 1),
     ("debug", "seed", "0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63),
-    ("uniep", "wait_timeout_s", "greater than 0", lambda value: 0 < value < math.inf),
+    ("uniep", "wait_timeout_s", "0.001 to 1e6", lambda value: 1e-3 <= value <= 1e6),
     ("uniep.tune", "bucket_tokens", "1 to 2^24", lambda value: 1 <= value <= 1 << 24),
     ("uniep.tune", "num_candidates", "at least 1", lambda value: value >= 1),
     ("uniep.tune", "watch_calls", "at least 0", lambda value: value >= 0),

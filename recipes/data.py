@@ -65,8 +65,11 @@ def stdlib_files() -> list[tuple[str, Path]]:
     return sorted(named)
 
 
-def local_files(path: str) -> list[Path]:
+def local_files(path: str, key: str = "dataset_path") -> list[Path]:
     """The files behind a path: a file, a folder (searched through), or a glob pattern; in the order of their names.
+
+    Args:
+        key: of the config, for errors.
 
     Raises:
         DataError: nothing there that can be read as text, or files of several kinds.
@@ -78,7 +81,7 @@ def local_files(path: str) -> list[Path]:
         found = sorted(p for p in where.rglob("*") if p.suffix in _BUILDERS)
     else:
         found = sorted(Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file())
-    rule = f"[training] dataset_path must be a file, folder or pattern of {', '.join(_BUILDERS)} files"
+    rule = f"{key} must be a file, folder or pattern of {', '.join(_BUILDERS)} files"
     if not found:
         raise DataError(f'{rule}, got "{path}", where there is none')
     kinds = {_BUILDERS.get(p.suffix) for p in found}
@@ -116,17 +119,17 @@ def _check_dataset(section: str, options: Any, num_readers: int) -> None:
         return
     if not path:
         raise DataError(f'[{section}] dataset_path must name text files for dataset = "{LOCAL}", got nothing')
-    files = local_files(path)
+    key = f"[{section}] dataset_path"
+    files = local_files(path, key)
     try:
-        num_texts = sum(1 for text in _first_texts(path, files) if text.strip())
+        num_texts = sum(1 for text in _first_texts(key, path, files) if text.strip())
     except _UNREADABLE as error:
-        raise _unreadable(path, files, error) from error
+        raise _unreadable(key, path, files, error) from error
     if not num_texts:
-        raise DataError(f'[{section}] dataset_path must hold text, got "{path}" with none in its first records')
+        raise DataError(f'{key} must hold text, got "{path}" with none in its first records')
     if num_texts < num_readers:
         raise DataError(
-            f"[{section}] dataset_path must hold a text for each of {num_readers} data-parallel ranks, "
-            f'got "{path}" with {num_texts}'
+            f'{key} must hold a text for each of {num_readers} data-parallel ranks, got "{path}" with {num_texts}'
         )
 
 
@@ -180,17 +183,17 @@ def _load_local(path: str) -> datasets.Dataset:
     try:
         loaded = _open(_filled(files))
         if "text" not in loaded.column_names:
-            raise DataError(f'[training] dataset_path must hold records with a "text" field, got {loaded.column_names}')
+            raise DataError(f'dataset_path must hold records with a "text" field, got "{path}": {loaded.column_names}')
         # Only now are the bytes of a text decoded.
         kept = loaded.filter(lambda text: isinstance(text, str) and bool(text.strip()), input_columns="text")
     except _UNREADABLE as error:
-        raise _unreadable(path, files, error) from error
+        raise _unreadable("dataset_path", path, files, error) from error
     if len(kept) < len(loaded):
         logger.warning(f"{len(loaded) - len(kept)} of {len(loaded)} records of {path} hold no text and are left out")
     return kept
 
 
-def _first_texts(path: str, files: list[Path], most: int = 1000) -> Iterator[str]:
+def _first_texts(key: str, path: str, files: list[Path], most: int = 1000) -> Iterator[str]:
     files = _filled(files)
     if not files:
         return
@@ -203,8 +206,7 @@ def _first_texts(path: str, files: list[Path], most: int = 1000) -> Iterator[str
         if "text" not in record or not isinstance(record["text"], str | None):
             fields = {name: type(value).__name__ for name, value in record.items()}
             raise DataError(
-                f'[training] dataset_path must hold records with a string in the field "text", got "{path}": '
-                f"record {number} has {fields}"
+                f'{key} must hold records with a string in the field "text", got "{path}": record {number} has {fields}'
             )
         yield record["text"] or ""
 
@@ -230,7 +232,7 @@ def _filled(files: list[Path]) -> list[Path]:
     ]
 
 
-def _unreadable(path: str, files: list[Path], error: BaseException) -> DataError:
+def _unreadable(key: str, path: str, files: list[Path], error: BaseException) -> DataError:
     """An error that names the file: the first that cannot be read alone, or has other fields than those before it."""
     where = ""
     fields: set[str] | None = None
@@ -246,7 +248,7 @@ def _unreadable(path: str, files: list[Path], error: BaseException) -> DataError
     while error.__cause__ is not None:
         error = error.__cause__
     reason = " ".join(str(error).split())[:300]
-    return DataError(f'[training] dataset_path must hold readable text, got "{path}": {where}{reason}')
+    return DataError(f'{key} must hold readable text, got "{path}": {where}{reason}')
 
 
 def _text(sample: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ from recipes.records import FolderInUseError, lock_folder
 
 DEFAULT_CONFIG_CPU = "./train_configs/qwen3_cpu.toml"
 DEFAULT_CONFIG_GPU = "./train_configs/qwen3_debug.toml"
+_SCONTROL_TIMEOUT_S = 60
 # The settings of torch's allocator; the second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -181,7 +182,13 @@ def _first_slurm_host(env: Mapping[str, str]) -> str:
             "SLURM's variables are set but scontrol is not found, so the first node is unknown: set MASTER_ADDR, "
             "or NNODES=1 to train on this node alone"
         )
-    hosts = subprocess.run([scontrol, "show", "hostnames", node_list], capture_output=True, text=True)
+    command = [scontrol, "show", "hostnames", node_list]
+    try:
+        hosts = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"scontrol must resolve SLURM_JOB_NODELIST within {_SCONTROL_TIMEOUT_S} s, got no answer for {node_list!r}"
+        ) from None
     if hosts.returncode or not hosts.stdout.strip():
         raise ConfigError(f"scontrol must resolve SLURM_JOB_NODELIST, got {node_list!r}: {hosts.stderr.strip()}")
     return hosts.stdout.split()[0]

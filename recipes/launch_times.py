@@ -116,13 +116,12 @@ def run_layer(
     heap: SymmetricHeap,
     config: KernelConfig,
     *,
-    with_backward: bool,
     score_before_experts: bool = False,
     fast: bool = False,
     compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """One forward (and backward): its results, and pairs of CUDA events around each step."""
+    """One forward and backward: their results, and pairs of CUDA events around each step."""
     events: dict[str, Any] = {}
 
     def stepped(steps: Generator[None, None, Any], names: tuple[str, ...]) -> Any:
@@ -136,7 +135,7 @@ def run_layer(
                 return end.value
             finally:
                 pair[1].record()
-        raise RuntimeError("the rows had no room: warm up first")
+        raise RuntimeError("the layer must have run before, so that its rows have room, got a step more")
 
     weights = (inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
     more: dict[str, Any] = {
@@ -148,10 +147,8 @@ def run_layer(
         "timeline": timeline,
     }
     routing = (inputs.scores_TK, inputs.expert_ids_TK)
-    forward = forward_steps(inputs.x_TD, *routing, *weights, save=with_backward, **more)
+    forward = forward_steps(inputs.x_TD, *routing, *weights, save=True, **more)
     out_TD, saved = stepped(forward, FORWARD_STEPS)
-    if not with_backward:
-        return [out_TD], events
     saved_x = inputs.x_TD if score_before_experts else None
     # The host waited for the forward's plan, so it is late: small layers' times would hold the latency of launches.
     torch.cuda._sleep(_BACKWARD_CYCLES)
@@ -166,7 +163,6 @@ def measure_layer(
     *,
     num_calls: int,
     group: dist.ProcessGroup | None,
-    with_backward: bool = True,
     score_before_experts: bool = False,
     fast: bool = False,
     compiled: bool = False,
@@ -191,7 +187,6 @@ def measure_layer(
             inputs,
             heap,
             config,
-            with_backward=with_backward,
             score_before_experts=score_before_experts,
             fast=fast,
             compiled=compiled,

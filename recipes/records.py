@@ -111,7 +111,7 @@ class RunRecords:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self._folder)
-        self._earlier = _read_json(self._folder / RUN_FILE)
+        self._earlier = _read_run(self._folder / RUN_FILE)
         continued = self._earlier if may_continue and self._earlier else {}
         self.run_id: str = continued.get("run_id") or uuid.uuid4().hex[:12]
         self._run = {"run_id": self.run_id, "restarts": continued.get("restarts", -1) + 1} | run
@@ -213,14 +213,14 @@ def commit() -> str | None:
 
     def git(*args: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), *args], check=True, capture_output=True, text=True
+            ["git", "-C", str(Path(__file__).parent), *args], check=True, capture_output=True, text=True, timeout=60
         ).stdout.strip()
 
     if stated := os.environ.get("RECIPE_COMMIT"):
         return stated
     try:
         return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
@@ -244,10 +244,19 @@ def _where_different(before: dict[str, Any], now: dict[str, Any]) -> dict[str, A
     return found
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_run(path: Path) -> dict[str, Any] | None:
+    """None where there is none. One that cannot be read is set aside."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"must be an object, got {type(found).__name__}")
+        return found
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        aside = path.with_suffix(f".unreadable-{uuid.uuid4().hex[:6]}.json")
+        path.rename(aside)
+        logger.warning(f"{path} cannot be read, this start begins a new record; it is kept as {aside}: {error}")
         return None
 
 

@@ -75,7 +75,13 @@ def agree_through(group: dist.ProcessGroup | None) -> Callable[[Any], Any]:
     def agree(value: Any) -> Any:
         key = f"uniep_tuner/{number}/{next(indices)}"
         if group.rank() != 0:
-            return pickle.loads(bytes.fromhex(store.get(key).decode()))
+            try:
+                return pickle.loads(bytes.fromhex(store.get(key).decode()))
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"rank 0 of the expert-parallel ranks must say what the tuner chose, rank {group.rank()} got no "
+                    f"word from it: {error}"
+                ) from error
         store.set(key, pickle.dumps(value).hex())
         return value
 
@@ -342,8 +348,11 @@ def _measured(
     shape = heap.layout.shape
     kernels = {"commit": commit(), "num_candidates": options.num_candidates, **numerics}
     found = {name: str(value) for name, value in {**versions(), **kernels}.items()}
-    key = CacheKey(shape, hardware.fingerprint, found, options.mode, buckets.tokens, buckets.max_tokens)
+    key = CacheKey(shape, hardware.fingerprint, found, buckets.tokens, buckets.max_tokens)
     folder = Path(options.cache).expanduser() if options.cache is not None else None
+    if folder is not None and found["commit"].endswith("+changes"):
+        logger.info("Tuner: measured choices are not kept: the tree differs from its commit, and kernels may with it")
+        folder = None
     kept = load_choices(folder, key) if folder is not None and heap.rank == 0 else {}
     choices: dict[int, Choice] = agree(kept)
     missing = [bucket for bucket in buckets.all() if bucket not in choices]

@@ -45,7 +45,7 @@ class WentOnError(RuntimeError):
 
 
 def train(config: str, backend: str, folder: Path, overrides: list[str]) -> None:
-    """Trains in a process group of its own. Ends this one with its status, and the end of its log, if it fails."""
+    """Trains in processes of its own. Ends this one with its status, and the end of its log, if it fails."""
     command = [sys.executable, "-m", "recipes.launch", "--job.config_file", config, "--job.dump_folder", str(folder)]
     command += ["--uniep.backend", backend, "--metrics.no-enable-wandb", "--throughput.time_moe", *overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -161,8 +161,12 @@ def compare(options: argparse.Namespace, argv: list[str], overrides: list[str]) 
         train(options.config, backend, folder, overrides)
         row = {"backend": backend, **summarize(folder)}
         if baseline is not None:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                row["identical"] = compare_runs.main([str(folders[0]), str(folder)]) == 0
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+                status = compare_runs.main([str(folders[0]), str(folder)])
+            if status > 1:
+                sys.stderr.write(said.getvalue())
+                raise SystemExit(status)
+            row["identical"] = status == 0
             row["speedup"] = baseline["step_time_ms"] / row["step_time_ms"] if row["identical"] else None
         baseline = baseline or row
         rows.append(row)

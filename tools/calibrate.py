@@ -10,6 +10,7 @@ each time.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -28,9 +29,9 @@ import recipes  # noqa: F401  prepares the platform
 from recipes.backend import open_heap
 from recipes.choices import kernel_config
 from recipes.config import UniEP
-from recipes.launch_times import LayerInputs, compile_ahead, measure_layer, start_together, warm_up
+from recipes.launch_times import LayerInputs, compile_ahead, measure_layer, warm_up
 from tools.command import check_writable, end_with
-from tools.copy_bandwidth import measure_copies, measure_memory_gbs
+from tools.copy_bandwidth import measure_copies, measure_memory_gbs, time_us
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.calibration import Calibration
 from uniep.autotune.fit import Fit, Sample
@@ -129,16 +130,8 @@ def _score_grad_us(inputs: LayerInputs, shape: MoEShape) -> float:
     num_tokens, dim = inputs.grad_TD.shape
     y_TKD = torch.randn(num_tokens, shape.top_k, dim, device=inputs.grad_TD.device, dtype=torch.bfloat16)
     grad_scores_TK = torch.empty_like(inputs.scores_TK)
-    times = []
-    for _ in range(NUM_CALLS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start_together(None)
-        start.record()
-        launch_score_grad(inputs.grad_TD, y_TKD, grad_scores_TK)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return round(statistics.median(times[1:]), 2)
+    call = functools.partial(launch_score_grad, inputs.grad_TD, y_TKD, grad_scores_TK)
+    return round(time_us(call, inputs.grad_TD.device), 2)
 
 
 def named_shapes(names: list[str], ep_degree: int) -> list[MoEShape]:

@@ -68,7 +68,7 @@ def measure_copies(
                 functools.partial(launch_copy, source_RD, target_address, num_programs=count, num_warps=num_warps)
                 for count in programs
             ]
-            rows.append(tuple(round(bytes_of_copy / _time_us(call, heap.device) / 1e3, 1) for call in calls))
+            rows.append(tuple(round(bytes_of_copy / time_us(call, heap.device) / 1e3, 1) for call in calls))
         return Bandwidth(tuple(warps), tuple(programs), tuple(rows))
 
     return table(remote, num_bytes), table(target_RD.data_ptr(), 2 * num_bytes)
@@ -78,10 +78,10 @@ def measure_memory_gbs(device: torch.device) -> float:
     """Of a large copy, reads and writes together, in GB/s."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return round(2 * source.nbytes / _time_us(lambda: target.copy_(source), device) / 1e3, 1)
+    return round(2 * source.nbytes / time_us(lambda: target.copy_(source), device) / 1e3, 1)
 
 
-def _time_us(call: Callable[[], object], device: torch.device) -> float:
+def time_us(call: Callable[[], object], device: torch.device) -> float:
     """The median of some calls, the slowest rank's."""
     times = []
     for index in range(_NUM_CALLS + 2):

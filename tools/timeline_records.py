@@ -103,8 +103,8 @@ def _recorded_files(run: Path) -> dict[tuple[int, int], Path]:
         keys = [tuple(int(part.split("-")[1]) for part in Path(name).name.split(".")[:2]) for name in names]
     except OSError as error:
         raise RecordError(f"{path}: must be readable, got {error.strerror}") from None
-    except (ValueError, AttributeError, IndexError, TypeError):
-        raise RecordError(f"{path}: must be one JSON object whose timeline lists files, got something else") from None
+    except (ValueError, AttributeError, IndexError, TypeError) as error:
+        raise RecordError(f"{path}: must be one JSON object whose timeline lists files, got {error!r}") from None
     return {(key[0], key[1]): run / name for key, name in zip(keys, names, strict=True)}
 
 
@@ -135,8 +135,8 @@ def _read(path: Path, step: int, rank: int) -> RankTimeline:
         )
     except OSError as error:
         raise RecordError(f"{path}: must be a file of a recorded step, got {error}") from None
-    except (BadZipFile, zlib.error, KeyError, IndexError, TypeError, ValueError, OverflowError, EOFError):
-        raise RecordError(f"{path}: must be a whole file of a recorded step, got a broken one") from None
+    except (BadZipFile, zlib.error, KeyError, IndexError, TypeError, ValueError, OverflowError, EOFError) as error:
+        raise RecordError(f"{path}: must be a whole file of a recorded step, got {error!r}") from None
     if (timeline.step, timeline.rank) != (step, rank):
         raise RecordError(
             f"{path}: must hold step {step} of rank {rank}, got step {timeline.step} of rank {timeline.rank}"

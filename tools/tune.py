@@ -330,6 +330,8 @@ def main(argv: list[str]) -> int:
         given = [name for name in ("out", "plot", "samples") if getattr(options, name) is not None]
         if options.search_only and given:
             raise argparse.ArgumentTypeError(f"--{given[0]} must come without --search-only, which measures nothing")
+        if options.explain and not options.search_only:
+            raise argparse.ArgumentTypeError("--explain must come with --search-only, got none")
         options.out = options.out or Path(f"benchmarks/tune_ep{options.ep}.json")
         check_counts(tokens=options.tokens, configs=[options.configs], calls=[options.calls])
         outputs = {name: path for name in ("out", "plot", "samples") if (path := getattr(options, name)) is not None}

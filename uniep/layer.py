@@ -12,7 +12,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-from uniep.kernels.build_plan import launch_build_plan, plan_of
+from uniep.kernels.build_plan import launch_build_plan
 from uniep.kernels.config import KernelConfig
 from uniep.kernels.dispatch_gemm import launch_dispatch_gemm, launch_dispatch_gemm_backward
 from uniep.kernels.exchange_routing import launch_exchange_routing
@@ -398,7 +398,7 @@ class _FusedMoE(torch.autograd.Function):
         tensors = ctx.saved_tensors
         inputs, rows, plan_tensors = tensors[:6], tensors[6:11], tensors[11:]
         x_RD, g_RF, u_RF, scores_WMK, y_TKD = rows
-        saved = Saved(plan_of(ctx.options["heap"], *plan_tensors), x_RD, g_RF, u_RF, scores_WMK, y_TKD)
+        saved = Saved(RoutingPlan(*plan_tensors), x_RD, g_RF, u_RF, scores_WMK, y_TKD)
         got = _finish(backward_steps(grads[0], saved, *inputs, **ctx.options))
         weights = zip((got.w1_LFD, got.w2_LDF, got.w3_LFD), inputs[3:], strict=True)
         grad_weights = (grad.to(weight.dtype) for grad, weight in weights)

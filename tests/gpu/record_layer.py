@@ -56,7 +56,7 @@ def main() -> None:
         heap.room.num_rows = heap.layout.max_rows
 
         def run(records: Timeline | None) -> list[torch.Tensor]:
-            return run_layer(inputs, heap, config, with_backward=True, timeline=records)[0]
+            return run_layer(inputs, heap, config, timeline=records)[0]
 
         def times(records: Timeline | None) -> dict[str, float]:
             times_us, _ = measure_layer(inputs, heap, config, num_calls=arguments.calls, group=group, timeline=records)

@@ -1,17 +1,16 @@
-"""The fused layer on the GPUs of one node, a process each: bits against the reference, then times.
+"""The fused layer on the GPUs of one node, a process each: bits against the reference, undisturbed and disturbed.
 
     PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap nvshmem --calls 20
     PYTHONPATH=. torchrun --nproc_per_node=2 tests/gpu/run_two_gpus.py --heap torch --experts 64 --dim 7168
     --hidden-dim 2048
 
 Every call has other data and another routing; output and all gradients are compared bit for bit. One JSON line at the
-end, with the forward's medians in ms. It refuses to time what is not equal.
+end.
 """
 
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -40,7 +39,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden-dim", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--calls", type=int, default=10)
-    parser.add_argument("--timed-calls", type=int, default=20)
     parser.add_argument("--score-before-experts", action="store_true")
     parser.add_argument("--copy-per-expert", action="store_true")
     parser.add_argument("--timeout-s", type=float, default=20.0)
@@ -48,38 +46,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--absent-rank", type=int, help="a rank that stays away from the last forward")
     parser.add_argument("--num-programs", type=int, help="programs of a launch; all multiprocessors without it")
     return parser.parse_args()
-
-
-def median_ms(run: Callable[[], object], num_samples: int) -> float:
-    """Median of samples of five calls in a row, as the layers of a model follow each other."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(num_samples):
-        dist.barrier()
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(5):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 5)
-    return round(statistics.median(times), 4)
-
-
-def gemms_alone(num_rows_L: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Callable[[], object]:
-    """The three grouped GEMMs on as many rows as this rank received."""
-    ends = num_rows_L.cumsum(0).to(torch.int32)
-    rows = torch.randn(int(ends[-1]), w1.shape[2], device=w1.device).bfloat16()
-    hidden = torch.randn(int(ends[-1]), w1.shape[1], device=w1.device).bfloat16()
-
-    def run() -> None:
-        torch._grouped_mm(rows, w1.transpose(1, 2), offs=ends)
-        torch._grouped_mm(rows, w3.transpose(1, 2), offs=ends)
-        torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
-
-    return run
 
 
 def run_layer(moe: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -174,14 +140,6 @@ def main() -> None:
         dist.all_reduce(totals)
         line = {"shape": repr(shape), "heap": arguments.heap, "calls": arguments.calls, "unequal": int(totals)}
         if int(totals) == 0 and arguments.calls:
-            num_rows_E = torch.bincount(ids.flatten(), minlength=shape.num_experts)
-            dist.all_reduce(num_rows_E)
-            own = num_rows_E[rank * num_local : (rank + 1) * num_local]
-            line["forward_ms"] = median_ms(
-                lambda: fused_forward(*inputs, heap=heap, config=config, **score), arguments.timed_calls
-            )
-            line["reference_ms"] = median_ms(lambda: reference_moe(*inputs, group=group, **score), 5)
-            line["gemms_alone_ms"] = median_ms(gemms_alone(own, w1, w2, w3), arguments.timed_calls)
             layer = partial(run_layer, fused, inputs, grad)
             line["unequal_beside_all_gather"] = beside_all_gather(layer, expected, heap)
             if arguments.hold:

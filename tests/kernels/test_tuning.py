@@ -171,6 +171,7 @@ def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: True)
+    monkeypatch.setenv("RECIPE_COMMIT", "0123abc")
     options = Tune(mode=mode, bucket_tokens=8, num_candidates=2, cache=str(tmp_path), watch_calls=0)  # type: ignore[arg-type]
     base = of_tile("narrow")
     starts = []
@@ -180,6 +181,10 @@ def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pyte
     assert starts[0] == starts[1]
     # Two configurations for each of two buckets, once.
     assert measured == ([8, 8, 12, 12] if mode == "measured" else [])
+    # Of a tree that differs from its commit nothing is kept or found.
+    monkeypatch.setenv("RECIPE_COMMIT", "0123abc+changes")
+    open_tuner(heap, None, base=base, options=options, score_before_experts=False)
+    assert measured == ([8, 8, 12, 12] * 2 if mode == "measured" else [])
     for config in starts[0]:
         for launch in TUNED:
             assert any(_same_tile(getattr(config, launch), getattr(one, launch)) for one in warmed)

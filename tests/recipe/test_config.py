@@ -581,7 +581,7 @@ def test_misspelt_dataset_names_the_nearest():
             {},
             "[throughput] token_budget must be 1 to 1e18, got inf",
         ),
-        (("--uniep.wait_timeout_s=0",), {}, "[uniep] wait_timeout_s must be greater than 0, got 0.0"),
+        (("--uniep.wait_timeout_s=0",), {}, "[uniep] wait_timeout_s must be 0.001 to 1e6, got 0.0"),
         ((), {}, '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"'),
         (
             ("--training.mixed_precision_param=bfloat16",),

@@ -110,6 +110,12 @@ def test_slurm_with_a_failing_scontrol_is_refused(scontrol, body):
     assert "gpu[07-08]" in text
 
 
+def test_a_silent_scontrol_is_not_waited_for(scontrol, monkeypatch):
+    monkeypatch.setattr("recipes.launch._SCONTROL_TIMEOUT_S", 0.2)
+    scontrol("exec sleep 30")
+    assert "scontrol must resolve SLURM_JOB_NODELIST within 0.2 s, got no answer" in error_of(slurm_env())
+
+
 def test_scontrol_is_run_from_the_path_of_the_given_environment(scontrol, monkeypatch):
     scontrol("echo gpu07")
     env = slurm_env()

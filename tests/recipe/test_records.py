@@ -104,6 +104,16 @@ def test_a_restart_replaces_the_steps_behind_its_checkpoint(tmp_path):
     assert read_run(tmp_path)["restarts"] == 2
 
 
+@pytest.mark.parametrize("content", ['{"run_id": "ab', "[]", "\x00"])
+def test_a_run_json_that_cannot_be_read_is_kept(content, tmp_path):
+    first = write(tmp_path, range(1, 3), may_continue=True)
+    (tmp_path / "run.json").write_text(content)
+    second = write(tmp_path, range(3, 5), may_continue=True)
+    assert read_run(tmp_path)["run_id"] == second.run_id != first.run_id
+    (kept,) = tmp_path.glob("run.unreadable-*.json")
+    assert kept.read_text() == content
+
+
 def test_a_restart_keeps_what_was_different_before(tmp_path):
     """A run's steps may come of several commits, versions and configs: none is forgotten."""
     config = {"training": {"steps": 3, "seq_len": 64}}

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from uniep.autotune import cost_model
 from uniep.autotune.cost_model import (
     BACKWARD,
     FORWARD,
     Candidates,
     _heat,
     _relayed_at_send,
+    _row_parts,
     fixed_us,
     overlap,
     predict,
@@ -30,6 +32,11 @@ from uniep.autotune.hardware import (
 )
 from uniep.autotune.search import kernel_space, one_candidate, paper_space
 from uniep.autotune.workload import TILE_ROWS, Workload, chance_wanted
+from uniep.kernels import exchange_routing
+from uniep.kernels.config import LAUNCHES
+from uniep.kernels.copy_shape import CHUNK_TOKENS, copy_shape
+from uniep.kernels.wgrad import WgradConfig
+from uniep.plan.layout import HeapLayout
 from uniep.plan.token_map import plan_ref
 from uniep.shapes import MoEShape
 
@@ -66,7 +73,8 @@ def test_balanced_work_is_what_plans_hold(num_ranks):
     assert work.num_row_tiles == pytest.approx(mean(plan.tile_offsets[-1] for plan in plans), rel=0.02)
     assert work.num_sent == pytest.approx(mean(plan.send_offsets[-1] for plan in plans), rel=0.01)
     away = [
-        (plan.row_origin_R[: int(plan.expert_offsets[-1])] // (num_tokens * 4) != plan.rank).sum() for plan in plans
+        (plan.row_origin_R[: int(plan.expert_offsets[-1])] // (num_tokens * 4) != rank).sum()
+        for rank, plan in enumerate(plans)
     ]
     assert work.num_returned == pytest.approx(mean(away), rel=0.02)
 
@@ -96,6 +104,23 @@ def test_terms_add_up_and_are_positive(launch, h200):
     products = 2 if launch in ("up", "up_grad") else 1
     flops = 2 * WORK.num_rows * SHAPE.dim * SHAPE.hidden_dim * products
     assert found.total_us.min() > flops / 989e6
+
+
+def test_the_model_knows_the_kernels():
+    """It stands beside them and repeats what it needs of them."""
+    assert TUNED == LAUNCHES
+    assert HeapLayout(SHAPE, 8).tile_rows == TILE_ROWS
+    assert cost_model._CHUNK_TOKENS == CHUNK_TOKENS
+    wgrad = WgradConfig(num_programs=1)
+    assert (
+        wgrad.block_f,
+        wgrad.block_d,
+        wgrad.block_t,
+    ) == (cost_model._WGRAD_F, cost_model._WGRAD_D, cost_model._WGRAD_STEP)
+    assert cost_model._EXCHANGE_PROGRAMS == exchange_routing._NUM_PROGRAMS
+    assert cost_model._EXCHANGE_WARPS == exchange_routing._NUM_WARPS
+    for dim in range(8, 8192, 8):
+        assert _row_parts(dim) == -(-dim // copy_shape(dim, 2048)[1]), dim
 
 
 @pytest.mark.parametrize("launch", TUNED)

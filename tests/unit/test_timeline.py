@@ -161,7 +161,7 @@ def test_run_without_or_with_broken_records(tmp_path: Path) -> None:
         read_timelines(tmp_path)
     file = write_run(tmp_path) / "timeline" / "step-3.rank-0.npz"
     file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(RecordError, match="must be a whole file of a recorded step, got a broken one"):
+    with pytest.raises(RecordError, match="must be a whole file of a recorded step, got BadZipFile"):
         read_timelines(tmp_path)
     file.unlink()
     with pytest.raises(RecordError, match="must be a file of a recorded step"):
@@ -189,7 +189,7 @@ def test_a_file_whose_parts_do_not_fit(name, change, tmp_path: Path, capsys: pyt
     arrays = dict(np.load(file))
     np.savez_compressed(file, **(arrays | {name: change(arrays[name])}))
     assert tool.main([str(tmp_path), "--no-png"]) == 2
-    assert capsys.readouterr().err == f"error: {file}: must be a whole file of a recorded step, got a broken one\n"
+    assert capsys.readouterr().err.startswith(f"error: {file}: must be a whole file of a recorded step, got ")
 
 
 @pytest.mark.parametrize("change", [{"rank": 0}, {"step": 4}])

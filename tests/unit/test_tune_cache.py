@@ -11,7 +11,7 @@ from uniep.autotune.search import Choice, LaunchChoice
 from uniep.autotune.watch import Watch
 from uniep.shapes import MoEShape
 
-KEY = CacheKey(MoEShape(8, 2, 64, 64, 2), "abc", {"triton": "3.7"}, "measured", 4096, 10_000)
+KEY = CacheKey(MoEShape(8, 2, 64, 64, 2), "abc", {"triton": "3.7"}, 4096, 10_000)
 LAUNCHES = {
     "up": LaunchChoice("wide4", 16, 16, 840.0),
     "down": LaunchChoice("narrow", 2, 0, 660.5),
@@ -34,7 +34,6 @@ def test_what_is_stored_is_found(tmp_path):
         {"shape": MoEShape(8, 3, 64, 64, 2)},
         {"hardware": "abd"},
         {"versions": {"triton": "3.6"}},
-        {"mode": "model"},
         {"bucket_tokens": 2048},
         {"max_tokens": 8192},
     ],
@@ -59,7 +58,7 @@ def test_a_corrupt_file_is_ignored_with_one_line(content, tmp_path, caplog):
 def test_a_file_of_another_layer_is_ignored(tmp_path, caplog):
     """Two keys of one hash, or a file that was renamed by hand."""
     store_choices(tmp_path, KEY, CHOICES)
-    other = dataclasses.replace(KEY, mode="model")
+    other = dataclasses.replace(KEY, hardware="other")
     os.rename(tmp_path / KEY.file_name, tmp_path / other.file_name)
     assert load_choices(tmp_path, other) == {}
     assert "key must be" in caplog.text

@@ -16,13 +16,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What a choice depends on, beside the number of tokens.
+    """What a measured choice depends on, beside the number of tokens.
 
     Attributes:
         shape: the layer, with its expert-parallel degree.
         hardware: the description's fingerprint.
         versions: of what computes and chooses, name -> version.
-        mode: how it was chosen.
         bucket_tokens: tokens of a bucket.
         max_tokens: the most tokens of a rank, for which the last bucket is tuned.
     """
@@ -30,7 +29,6 @@ class CacheKey:
     shape: MoEShape
     hardware: str
     versions: Mapping[str, str]
-    mode: str
     bucket_tokens: int
     max_tokens: int
 

@@ -176,8 +176,9 @@ def _relayed_at_send(capacity: Floats, rows_of_token: float) -> Floats:
 
 
 def _row_parts(dim: int) -> int:
-    """Parts of a row that a relay copies one by one."""
-    return -(-dim // min(max(dim & -dim, 128), _MAX_COPY_COLS))
+    """Parts of a row that a relay copies one by one: uniep.kernels.copy_shape."""
+    cols = dim & -dim
+    return 1 + (dim - 1) // min(cols if cols >= 128 else dim, _MAX_COPY_COLS)
 
 
 def _dispatch(launch: str, work: Workload, hardware: Hardware, candidates: Candidates) -> Prediction:

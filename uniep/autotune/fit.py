@@ -3,7 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,6 @@ class Sample:
     tile: str = ""
     num_link: int = 0
     num_local: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Sample":

@@ -5,7 +5,7 @@
 3. scatter: each id's place is its expert's offset + its block's running sum + its rank within the block.
 
 The rows that a rank receives are sorted among the ids of all ranks, for its own L experts; the rows that it sends
-among its own ids, for the E experts. Both sorts share the kernels. Nothing is read by the host.
+among its own ids, for the E experts. Both sorts share the kernels. The host reads R alone.
 
 Worked example (that of uniep.plan.token_map, rank 0, BLOCK=2): the ids lie in blocks (0 3)(2 3)(2 1) | (1 3)(0 2)(0 1).
 Expert 0 counts 1 0 0 0 1 1 and its running sum is 0 1 1 1 1 2; expert 1 counts 0 0 1 1 0 1. The totals 3 and 3 give
@@ -15,7 +15,6 @@ expert_offsets 0 3 6. The id 1 in the last block is its first of expert 1, whose
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from uniep.kernels.launch import ceil_div, launch, next_power_of_2
 from uniep.kernels.memory import region_address
@@ -255,12 +254,6 @@ class PendingSizes:
         return num_rows
 
 
-def plan_of(heap: SymmetricHeap, *tensors: Tensor) -> RoutingPlan:
-    """The plan of the heap's rank with these `RoutingPlan.tensors`."""
-    layout = heap.layout
-    return RoutingPlan(layout.shape, heap.rank, layout.max_tokens, layout.tile_rows, layout.copy_per_expert, *tensors)
-
-
 def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple[RoutingPlan, PendingSizes]:
     """The plan of the heap's rank from the region expert_ids, which launch_exchange_routing has filled."""
     layout, shape = heap.layout, heap.layout.shape
@@ -280,7 +273,7 @@ def launch_build_plan(heap: SymmetricHeap, *, by_priority: bool = True) -> tuple
         "tile_end_row": layout.max_tiles,
     }
     parts = torch.empty(sum(lengths.values()), dtype=torch.int32, device=heap.device).split(list(lengths.values()))
-    plan = plan_of(heap, *parts)
+    plan = RoutingPlan(*parts)
     scratch_lengths = {
         "received_counts": num_local * num_blocks,
         "sent_counts": num_experts * blocks_of_rank,

@@ -1,8 +1,8 @@
 """Task counters: who takes which role and which task, decided as programs arrive.
 
-Every counter is zero when a launch begins and the last program to leave sets them to zero again, so that no launch
-needs a reset before it. Triton carries a scalar atomic out once a program and hands its result to all threads, so
-that what is decided by it is the same for all of them.
+Every counter is zero when a launch begins. The heap's are set to zero again by the last program to leave, so that no
+launch needs a reset before it. Triton carries a scalar atomic out once a program and hands its result to all threads,
+so that what is decided by it is the same for all of them.
 """
 
 import triton

@@ -1,7 +1,6 @@
 """The only place that knows the regions of the symmetric heap: what lies where, how large, and why reuse is safe.
 
-Letters as in uniep.shapes; M is max_tokens, the token slots of a rank, C the receive slots of a token (1, or K where a
-token is sent once for each expert).
+Letters as in uniep.shapes; M is max_tokens, the token slots of a rank.
 
 Nothing is cleared and no barrier stands between layers. A forward runs exchange(i), plan(i), dispatch(i), combine(i) on
 one stream of each rank, a backward dispatch(i), combine(i), each under an epoch i of its own, and all ranks in the same

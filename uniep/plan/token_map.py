@@ -7,7 +7,8 @@ Worked example: W=2 ranks, E=4 experts (0, 1 on rank 0; 2, 3 on rank 1), K=2, th
 
     expert ids, rank 0: t0 (0, 3)  t1 (2, 3)  t2 (2, 1)         rank 1: t0 (1, 3)  t1 (0, 2)  t2 (0, 1)
 
-    origin = (source rank * M + t) * K + k numbers all routed rows: rank 0 has 0..5, rank 1 has 6..11.
+    origin = (source rank * M + t) * K + k numbers all routed rows: rank 0 has 0..5, rank 1 has 6..11. A token arrives
+        in row origin // K of the receive buffer: no position is exchanged.
     Rows of rank 0: expert 0 receives origins 0, 8, 10 and expert 1 origins 5, 6, 11, so
         row_origin = [0, 8, 10, 5, 6, 11], expert_offsets = [0, 3, 6]
     Rank 1 sends each of its tokens once to rank 0, first those that rank 0's expert 0 wants (t1, t2), then t0:
@@ -33,11 +34,6 @@ class RoutingPlan:
     content, whose length stands in the offsets, so that no kernel needs a number from the host.
 
     Attributes:
-        shape: the layer.
-        rank: whose plan it is.
-        max_tokens: M, token slots of a rank.
-        tile_rows: rows of a GEMM tile.
-        copy_per_expert: a token is sent once for each of its experts instead of once for each rank (for measuring).
         expert_offsets: [L + 1], first row of each local expert, R at the end.
         row_origin_R: origin (source * M + t) * K + k of each row, by expert, then source rank, then t * K + k.
         send_offsets: [W + 1], where each destination's part of send_rows starts. A rank sends itself nothing.
@@ -45,11 +41,6 @@ class RoutingPlan:
         tile_offsets, tile_expert, tile_first_row, tile_end_row: the tile table (`uniep.plan.tiles`).
     """
 
-    shape: MoEShape
-    rank: int
-    max_tokens: int
-    tile_rows: int
-    copy_per_expert: bool
     expert_offsets: Tensor
     row_origin_R: Tensor
     send_offsets: Tensor
@@ -62,26 +53,7 @@ class RoutingPlan:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors in the order of the fields, for autograd to keep."""
-        return (
-            self.expert_offsets,
-            self.row_origin_R,
-            self.send_offsets,
-            self.send_rows_N,
-            self.tile_offsets,
-            self.tile_expert,
-            self.tile_first_row,
-            self.tile_end_row,
-        )
-
-    def receive_slot(self, origin: Tensor) -> Tensor:
-        """The row of the receive buffer in which the token of an origin arrives: no exchange of positions is needed."""
-        return origin if self.copy_per_expert else origin // self.shape.top_k
-
-    def source(self, origin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(source rank, t, k) of an origin."""
-        top_k = self.shape.top_k
-        token = origin // top_k
-        return token // self.max_tokens, token % self.max_tokens, origin % top_k
+        return tuple(vars(self).values())
 
 
 def max_num_rows(shape: MoEShape, max_tokens: int) -> int:
@@ -109,7 +81,6 @@ def plan_ref(
         copy_per_expert: send a token once for each expert instead of once for each rank.
         by_priority: order a destination's tokens by the first expert that wants them instead of by token.
     """
-    max_tokens = expert_ids_WMK.shape[1]
     num_local = shape.num_local_experts
 
     ids = expert_ids_WMK.reshape(-1).long()
@@ -131,11 +102,6 @@ def plan_ref(
     sent_W = torch.bincount(destination_MK.reshape(-1)[send_rows], minlength=shape.ep_degree)
 
     return RoutingPlan(
-        shape=shape,
-        rank=rank,
-        max_tokens=max_tokens,
-        tile_rows=tile_rows,
-        copy_per_expert=copy_per_expert,
         expert_offsets=expert_offsets,
         row_origin_R=order[mine].to(torch.int32),
         send_offsets=_offsets(sent_W),

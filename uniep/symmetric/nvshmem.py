@@ -30,6 +30,7 @@ def open_nvshmem(
     """
     try:
         import nvshmem.core as nvshmem
+        from cuda.core import Device
         from nvshmem.core.interop import torch as nvshmem_torch
     except ImportError as error:
         say(f"no nvshmem4py ({error})", group)
@@ -37,7 +38,7 @@ def open_nvshmem(
 
     meet(layout, group, "nvshmem")
     try:
-        _start(nvshmem, layout, group, device)
+        _start(nvshmem, Device, layout, group, device)
         base, peers = _map(nvshmem_torch, layout, group)
     except HeapError as error:
         # The others, who may have come further, then go the same way.
@@ -62,9 +63,7 @@ def open_nvshmem(
     )
 
 
-def _start(nvshmem: Any, layout: HeapLayout, group: dist.ProcessGroup, device: torch.device) -> None:
-    from cuda.core import Device
-
+def _start(nvshmem: Any, device_class: Any, layout: HeapLayout, group: dist.ProcessGroup, device: torch.device) -> None:
     if _is_running(nvshmem):
         if nvshmem.n_pes() != group.size():
             raise HeapError(f"ranks of NVSHMEM must be the group's {group.size()}, got {nvshmem.n_pes()}")
@@ -73,7 +72,7 @@ def _start(nvshmem: Any, layout: HeapLayout, group: dist.ProcessGroup, device: t
     os.environ.setdefault("NVSHMEM_REMOTE_TRANSPORT", "none")
     os.environ.setdefault("NVSHMEM_SYMMETRIC_SIZE", str(layout.num_bytes + _OVERHEAD_BYTES))
     try:
-        current = Device(device.index)
+        current = device_class(device.index)
         current.set_current()
         uid = [nvshmem.get_unique_id(empty=group.rank() != 0)]
         dist.broadcast_object_list(uid, group=group, group_src=0)
