@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -366,30 +366,18 @@ class _FusedMoE(torch.autograd.Function):
         w1_LFD: Tensor,
         w2_LDF: Tensor,
         w3_LFD: Tensor,
-        score_before_experts: bool,
-        heap: SymmetricHeap,
-        config: KernelConfig,
-        fast: bool,
-        compiled: bool,
         room: Room | None,
-        timeline: Timeline | None,
         on_step: Callable[[int], None] | None,
+        options: Mapping[str, Any],
     ) -> Tensor:
+        """options: what `forward_steps` and `backward_steps` both take."""
         inputs = (scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
-        more: dict[str, Any] = {
-            "score_before_experts": score_before_experts,
-            "heap": heap,
-            "config": config,
-            "fast": fast,
-            "compiled": compiled,
-            "timeline": timeline,
-        }
-        out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, room=room, **more), on_step)
+        out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, room=room, **options), on_step)
         assert saved is not None
-        saved_x = x_TD if score_before_experts else None
+        saved_x = x_TD if options["score_before_experts"] else None
         rows = (saved.x_RD, saved.g_RF, saved.u_RF, saved.scores_WMK, saved.y_TKD)
         ctx.save_for_backward(saved_x, *inputs, *rows, *saved.plan.tensors)
-        ctx.options = more
+        ctx.options = options
         return out_TD
 
     @staticmethod
@@ -402,7 +390,7 @@ class _FusedMoE(torch.autograd.Function):
         got = _finish(backward_steps(grads[0], saved, *inputs, **ctx.options))
         weights = zip((got.w1_LFD, got.w2_LDF, got.w3_LFD), inputs[3:], strict=True)
         grad_weights = (grad.to(weight.dtype) for grad, weight in weights)
-        return got.x_TD, got.scores_TK, None, *grad_weights, *[None] * 8
+        return got.x_TD, got.scores_TK, None, *grad_weights, None, None, None
 
 
 def fused_moe(
@@ -443,17 +431,17 @@ def fused_moe(
             Where rows had no room, there are more steps.
     """
     tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
+    options = {
+        "score_before_experts": score_before_experts,
+        "heap": heap,
+        "config": config,
+        "fast": fast,
+        "compiled": compiled,
+        "timeline": timeline,
+    }
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _FusedMoE.apply(*tensors, score_before_experts, heap, config, fast, compiled, room, timeline, on_step)
-    return fused_forward(
-        *tensors,
-        score_before_experts=score_before_experts,
-        heap=heap,
-        config=config,
-        compiled=compiled,
-        room=room,
-        timeline=timeline,
-    )
+        return _FusedMoE.apply(*tensors, room, on_step, options)
+    return fused_forward(*tensors, room=room, **options)
 
 
 def _for_kernels(weight: Tensor) -> Tensor:
