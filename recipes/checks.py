@@ -1,6 +1,5 @@
 """Checks a config against the models, the ranks and the machine, before any mesh or GPU memory exists."""
 
-import difflib
 import importlib
 import importlib.util
 import math
@@ -20,7 +19,7 @@ from recipes.choices import TuneError, find_hardware, fixed_by_hand, resolve_tun
 from recipes.config import Tune
 from recipes.data import DataError, check_data
 from recipes.families import FAMILIES
-from recipes.load import ConfigError
+from recipes.load import ConfigError, did_you_mean
 from recipes.parallelize import compiles_model
 from uniep.autotune.hardware import TUNED
 from uniep.kernels.config import default_config
@@ -119,13 +118,13 @@ def _check_model(config: JobConfig) -> None:
         default = ", TorchTitan's default" if model.name == JobConfig().model.name else ""
         raise ConfigError(
             f'[model] name must be one of {", ".join(FAMILIES)}, got "{model.name}"{default}'
-            f"{_near(model.name, FAMILIES)}"
+            f"{did_you_mean(model.name, FAMILIES)}"
         )
     flavors = FAMILIES[model.name].model_args
     if model.flavor not in flavors:
         raise ConfigError(
             f'[model] flavor must be one of {", ".join(flavors)} for name = "{model.name}", '
-            f'got "{model.flavor}"{_near(model.flavor, flavors)}'
+            f'got "{model.flavor}"{did_you_mean(model.flavor, flavors)}'
         )
     args = flavors[model.flavor]
     if model.n_layers is not None and not 1 <= model.n_layers <= args.n_layers:
@@ -237,7 +236,7 @@ def _check_compile(config: JobConfig) -> None:
     if backend not in torch._dynamo.list_backends(exclude_tags=None):
         usual = torch._dynamo.list_backends()
         raise ConfigError(
-            f'[compile] backend must be one of {", ".join(usual)}, got "{backend}"{_near(backend, usual)}'
+            f'[compile] backend must be one of {", ".join(usual)}, got "{backend}"{did_you_mean(backend, usual)}'
         )
 
 
@@ -275,7 +274,7 @@ def _check_modules(config: JobConfig) -> None:
         if name not in _registry_model_converter_cls:
             raise ConfigError(
                 f"[model] converters must be of {', '.join(_registry_model_converter_cls)}, "
-                f'got "{name}"{_near(name, _registry_model_converter_cls)}'
+                f'got "{name}"{did_you_mean(name, _registry_model_converter_cls)}'
             )
         if name.startswith("quantize.") and importlib.util.find_spec("torchao") is None:
             raise ConfigError(f'[model] converters must be empty where torchao is not installed, got "{name}"')
@@ -412,8 +411,3 @@ def _check_cache(cache: str) -> None:
             pass
     except (OSError, RuntimeError) as error:  # RuntimeError: a home that is not known
         raise ConfigError(f'[uniep.tune] cache must be a folder that can be written, got "{cache}": {error}') from None
-
-
-def _near(value: str, valid) -> str:
-    near = difflib.get_close_matches(value, list(valid), n=1)
-    return f"; did you mean {near[0]}?" if near else ""

@@ -3,7 +3,6 @@
 Importing this module adds "stdlib" and "local" to TorchTitan's data sets; its own data loader reads them.
 """
 
-import difflib
 import glob
 import hashlib
 import os
@@ -21,6 +20,8 @@ from torchtitan.config import JobConfig
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.tools.logging import logger
+
+from recipes.load import did_you_mean
 
 EMBEDDED = "stdlib"
 LOCAL = "local"
@@ -106,11 +107,8 @@ def _check_dataset(section: str, options: Any, num_readers: int) -> None:
     # TorchTitan's own test data lies in its repository, not in its package.
     known = [n for n in sorted(DATASETS) if n != "c4_test" or Path(path or DATASETS[n].path).is_dir()]
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        raise DataError(
-            f'[{section}] dataset must be one of {", ".join(known)}, got "{name}"'
-            + (f"; did you mean {near[0]}?" if near else "")
-        )
+        hint = did_you_mean(name, known)
+        raise DataError(f'[{section}] dataset must be one of {", ".join(known)}, got "{name}"{hint}')
     if name == EMBEDDED and path:
         raise DataError(
             f'[{section}] dataset_path is read with dataset = "{LOCAL}", got dataset = "{name}" and "{path}"'

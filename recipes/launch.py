@@ -32,7 +32,7 @@ import torch
 
 import recipes  # noqa: F401  prepares the platform
 from recipes.checks import check_config
-from recipes.load import ConfigError, load_config
+from recipes.load import ConfigError, has_argument, load_config
 from recipes.records import FolderInUseError, lock_folder
 
 DEFAULT_CONFIG_CPU = "./train_configs/qwen3_cpu.toml"
@@ -123,7 +123,7 @@ def main(args: list[str], env: Mapping[str, str] = os.environ) -> int:
                 f"LOG_RANK must be local ranks from 0 to {ranks_per_node - 1}, separated by commas, got {log_rank!r}"
             )
         world_size = nodes.num_nodes * ranks_per_node
-        if not _has(args, "job.config_file"):
+        if not has_argument(args, "job.config_file"):
             args = [*_config_arguments(env, args, has_gpu=num_gpus > 0, world_size=world_size), *args]
         if "--keys" in args:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop early
@@ -163,15 +163,11 @@ def _config_arguments(env: Mapping[str, str], args: list[str], *, has_gpu: bool,
     if env.get("CONFIG_FILE"):
         return ["--job.config_file", env["CONFIG_FILE"]]
     chosen = ["--job.config_file", DEFAULT_CONFIG_GPU if has_gpu else DEFAULT_CONFIG_CPU]
-    if not _has(args, "parallelism.expert_parallel_degree"):
+    if not has_argument(args, "parallelism.expert_parallel_degree"):
         # The default must train on any number of ranks.
         degree = next(degree for degree in (8, 4, 2, 1) if world_size % degree == 0)
         chosen += ["--parallelism.expert_parallel_degree", str(degree)]
     return chosen
-
-
-def _has(args: list[str], key: str) -> bool:
-    return any(arg.split("=")[0].replace("-", "_") == f"__{key}" for arg in args)
 
 
 def _first_slurm_host(env: Mapping[str, str]) -> str:

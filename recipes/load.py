@@ -2,7 +2,7 @@
 
 import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,6 +22,17 @@ class ConfigError(ValueError):
     """A config that cannot run. The text is one line for the user."""
 
 
+def did_you_mean(value: str, valid: Iterable[str], beginning: str = "") -> str:
+    """For the end of an error: the valid one that is nearest, or nothing."""
+    near = difflib.get_close_matches(value, list(valid), n=1)
+    return f"; did you mean {beginning}{near[0]}?" if near else ""
+
+
+def has_argument(args: Iterable[str], key: str) -> bool:
+    """Whether a command line sets a key, "section.key"."""
+    return any(arg.split("=")[0].replace("-", "_") == f"__{key}" for arg in args)
+
+
 def load_config(args: list[str]) -> JobConfig:
     """Reads the TOML named by --job.config_file and the overrides behind it.
 
@@ -36,7 +47,7 @@ def load_config(args: list[str]) -> JobConfig:
     values = _read_toml(path) if path else {}
     for (section, key), module in _OUR_MODULES.items():
         configured = values.get(section, {}).get(key) if isinstance(values.get(section, {}), dict) else None
-        if not configured and not any(arg.split("=")[0].replace("-", "_") == f"__{section}.{key}" for arg in args):
+        if not configured and not has_argument(args, f"{section}.{key}"):
             args = [*args, f"--{section}.{key}={module}"]
     manager = _ReadConfigManager(values)
     try:
@@ -99,8 +110,7 @@ def _read_toml(path: str) -> dict[str, Any]:
 def _similar(path: str) -> str:
     folder = Path(path).parent
     names = os.listdir(folder) if folder.is_dir() else []
-    near = difflib.get_close_matches(Path(path).name, [n for n in names if n.endswith(".toml")], n=1)
-    return f"; did you mean {folder / near[0]}?" if near else ""
+    return did_you_mean(Path(path).name, [n for n in names if n.endswith(".toml")], f"{folder}/")
 
 
 def _check_values(config_class: type, values: dict[str, Any], section: tuple[str, ...], path: str | None) -> None:
@@ -108,9 +118,7 @@ def _check_values(config_class: type, values: dict[str, Any], section: tuple[str
     for key, value in values.items():
         where = f"{path}: [{'.'.join(section)}] {key}" if section else f"{path}: [{key}]"
         if key not in valid:
-            raise ConfigError(
-                f"{where} is not a known {'key' if section else 'section'}{_nearest(config_class, section, key)}"
-            )
+            raise ConfigError(f"{where} is not a known {'key' if section else 'section'}{_nearest(config_class, key)}")
         expected = valid[key]
         if isinstance(expected, type) and is_dataclass(expected):
             if not isinstance(value, dict):
@@ -120,11 +128,9 @@ def _check_values(config_class: type, values: dict[str, Any], section: tuple[str
             raise ConfigError(f"{where} must be {_describe(expected)}, got {value!r}")
 
 
-def _nearest(config_class: type, section: tuple[str, ...], key: str) -> str:
+def _nearest(config_class: type, key: str) -> str:
     here = [f.name for f in fields(config_class)]
-    if near := difflib.get_close_matches(key, here, n=1):
-        return f"; did you mean {near[0]}?"
-    return f"; it has {', '.join(here)}"
+    return did_you_mean(key, here) or f"; it has {', '.join(here)}"
 
 
 def _check_arguments(config_class: type, args: list[str]) -> None:
@@ -145,8 +151,7 @@ def _check_arguments(config_class: type, args: list[str]) -> None:
         *section, key = name.split(".")
         positive = ".".join([*section, key.removeprefix("no_")])
         if name not in valid and valid.get(positive) is not bool:
-            near = difflib.get_close_matches(name, valid, n=1)
-            raise ConfigError(f"--{name} is not a known key" + (f"; did you mean --{near[0]}?" if near else ""))
+            raise ConfigError(f"--{name} is not a known key{did_you_mean(name, valid, '--')}")
         kind = valid.get(name, bool)
         if kind is bool and equals:
             raise ConfigError(
