@@ -92,7 +92,7 @@ _RANGES: list[tuple[str, str, str, Callable[[Any], bool]]] = [
     ("uniep.tune", "num_candidates", "at least 1", lambda value: value >= 1),
     ("uniep.tune", "watch_calls", "at least 0", lambda value: value >= 0),
     ("uniep.tune", "watch_share", "greater than 0", lambda value: 0 < value < math.inf),
-    ("uniep.tune", "watch_samples", "at least 1", lambda value: value >= 1),
+    ("uniep.tune", "watch_samples", "1 to 1e6", lambda value: 1 <= value <= 10**6),
     ("throughput", "token_budget", "1 to 1e18", lambda value: 1 <= value <= 1e18),
     ("uniep", "timeline_steps", "steps from 1 on", lambda value: all(step >= 1 for step in value)),
     ("job", "dump_folder", "a folder's name", lambda value: bool(value) and not Path(value).is_file()),
@@ -388,6 +388,13 @@ def _check_tune(options: Tune) -> None:
                 f"[uniep.tune.{launch}] {missing[0]} must be given with {given[0]}, or neither, "
                 f'with [uniep.tune] mode = "{options.mode}", got none'
             )
+    tiles = {launch: values["tile"] for launch, values in by_hand.items() if values["tile"] is not None}
+    if tiles and properties.major < 9:
+        launch, tile = next(iter(tiles.items()))
+        raise ConfigError(
+            f"[uniep.tune.{launch}] tile must be left out on a GPU before compute capability 9, "
+            f'got "{tile}" on "{properties.name}"'
+        )
     if options.mode != "off" and properties.major < 9:
         raise ConfigError(
             '[uniep.tune] mode must be "off" on a GPU before compute capability 9, '
@@ -409,5 +416,5 @@ def _check_cache(cache: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except (OSError, RuntimeError) as error:  # RuntimeError: a home that is not known
+    except (OSError, RuntimeError, ValueError) as error:  # an unknown home, a NUL
         raise ConfigError(f'[uniep.tune] cache must be a folder that can be written, got "{cache}": {error}') from None

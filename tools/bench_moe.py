@@ -75,6 +75,9 @@ def layers(options: argparse.Namespace) -> list[Layer]:
         raise ShapeError(f"--shape must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     chosen = [m for m in known if not options.shape or m["name"] in options.shape]
     found = []
+    most = max(m["E"] for m in chosen)
+    if options.experts is not None and options.experts > most:
+        raise ShapeError(f"--experts must be at most the {most} of the layers, got {options.experts}")
     for m in chosen:
         num_experts = m["E"] if options.experts is None else min(options.experts, m["E"])
         try:
@@ -352,7 +355,12 @@ def work(options: argparse.Namespace, argv: list[str]) -> int:
     """One rank."""
     device = join_ranks()
     ep_mesh = init_device_mesh("cuda", (options.ep,), mesh_dim_names=("ep",)) if options.ep > 1 else None
-    rows = []
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {"rows": rows}
+    if options.tune != "off":
+        properties = torch.cuda.get_device_properties(device)
+        hardware = find_hardware(options.hardware, properties.name, properties.multi_processor_count)
+        figures["hardware"] = {"source": hardware.source, "fingerprint": hardware.fingerprint}
     for layer in layers(options):
         row = measure(layer, options, ep_mesh, device)
         rows.append(row)
@@ -360,7 +368,7 @@ def work(options: argparse.Namespace, argv: list[str]) -> int:
         if dist.get_rank() == 0:
             print(report(row), flush=True)
             if options.out:
-                write_benchmark(options.out, "tools.bench_moe", argv, {"rows": rows})
+                write_benchmark(options.out, "tools.bench_moe", argv, figures)
     if dist.get_rank() == 0 and len(rows) > 1 and all(row["bits_equal"] for row in rows):
         ours = statistics.geometric_mean(row["uniep_ms"] / row["gemm_ms"] for row in rows)
         stock = statistics.geometric_mean(row["stock_ms"] / row["uniep_ms"] for row in rows)
@@ -387,7 +395,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.numerics_fast and options.passes != "both":
         parser.error("--pass must be both with --numerics-fast, got forward: only the backward differs")
-    if options.hardware and options.tune == "off":
+    if options.hardware is not None and options.tune == "off":
         parser.error("--hardware must come with --tune model or measured, got none: nothing else asks it")
     try:
         check_counts(tokens=[options.tokens])

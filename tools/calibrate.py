@@ -237,6 +237,8 @@ def _check(options: argparse.Namespace) -> None:
                 f"--out must be another file than those of --fit and --more, got {options.out}"
             )
     check_writable("--out", options.out)
+    if not options.fit:
+        check_writable("--out with the ending .samples.json", samples_path(options.out))
     check_counts(tokens=options.tokens or [])
 
 

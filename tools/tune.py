@@ -44,7 +44,7 @@ from tools.tune_report import Config, Survey, Tuned, best_fixed
 from uniep.autotune.calibration import Calibration
 from uniep.autotune.cost_model import fixed_us, predict
 from uniep.autotune.fit import Sample
-from uniep.autotune.hardware import TILES, TUNED, Hardware, shipped
+from uniep.autotune.hardware import TILES, TUNED, Hardware, HardwareError, shipped
 from uniep.autotune.search import Choice, LaunchChoice, explain, kernel_space, one_candidate, paper_space, search
 from uniep.autotune.workload import Workload
 from uniep.kernels.config import default_config
@@ -287,9 +287,18 @@ def all_layers(options: argparse.Namespace) -> list[Layer]:
     ]
 
 
+def check_space(path: Path) -> None:
+    """Raises HardwareError where there is nothing to choose among."""
+    hardware = Hardware.load(path)
+    try:
+        kernel_space(hardware)
+    except HardwareError as error:
+        raise HardwareError(f"{path}: {error}") from None
+
+
 def search_only(options: argparse.Namespace) -> int:
     """What the model chooses, and the time of a search on this CPU."""
-    hardware = Hardware.load(Path(options.hardware)) if options.hardware else next(iter(shipped()))
+    hardware = Hardware.load(Path(options.hardware)) if options.hardware is not None else next(iter(shipped()))
     print(f"{hardware.name}: {hardware.source}")
     spaces = {"our kernels": kernel_space(hardware), "the paper's space": paper_space(hardware)}
     times: dict[str, list[float]] = {name: [] for name in spaces}
@@ -343,8 +352,8 @@ def main(argv: list[str]) -> int:
             load_pyplot("--plot")
         for layer in all_layers(options):
             Workload.balanced(layer.shape, layer.num_tokens)
-        if options.hardware:
-            kernel_space(Hardware.load(Path(options.hardware)))
+        if options.hardware is not None:
+            check_space(Path(options.hardware))
     except (ValueError, argparse.ArgumentTypeError, PlotError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -705,7 +705,7 @@ def test_tuning_that_works(text, tmp_path, on_gpu):
         ("[uniep.tune]\nnum_candidates = 0", "[uniep.tune] num_candidates must be at least 1, got 0"),
         ("[uniep.tune]\nwatch_calls = -1", "[uniep.tune] watch_calls must be at least 0, got -1"),
         ("[uniep.tune]\nwatch_share = 0.0", "[uniep.tune] watch_share must be greater than 0, got 0.0"),
-        ("[uniep.tune]\nwatch_samples = 0", "[uniep.tune] watch_samples must be at least 1, got 0"),
+        ("[uniep.tune]\nwatch_samples = 0", "[uniep.tune] watch_samples must be 1 to 1e6, got 0"),
         ('[uniep.tune.up]\ntile = "huge"', "[uniep.tune.up] tile must be one of"),
         ("[uniep.tune.up]\nnum_dispatch = 0", "[uniep.tune.up] num_dispatch must be at least 1, got 0"),
         (

@@ -163,6 +163,7 @@ def test_a_calibration_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        ({"source": 5}, "source must be text, got 5"),
         ({"samples": []}, "samples must not be empty, got none"),
         ({"memory_gbs": -1.0}, "memory_gbs must be a positive number, got -1.0"),
         ({"memory_gbs": "fast"}, "memory_gbs must be a positive number, got 'fast'"),

@@ -167,7 +167,7 @@ def test_hardware_that_leaves_no_choice(change, expected, h200, tmp_path, capsys
     dataclasses.replace(h200, **change).save(tmp_path / "gpu.json")
     assert tune.main(["--search-only", "--hardware", str(tmp_path / "gpu.json")]) == 2
     text = capsys.readouterr().err
-    assert text.startswith(f"error: {expected}")
+    assert text.startswith(f"error: {tmp_path / 'gpu.json'}: {expected}")
     assert text.count("\n") == 1
 
 

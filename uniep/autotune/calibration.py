@@ -74,6 +74,8 @@ class Calibration:
             raise HardwareError(f"name must be a GPU's, got {self.name!r}")
         if not is_positive(self.memory_gbs):
             raise HardwareError(f"memory_gbs must be a positive number, got {self.memory_gbs!r}")
+        if not isinstance(self.source, str):
+            raise HardwareError(f"source must be text, got {self.source!r}")
         if not self.samples:
             raise HardwareError("samples must not be empty, got none")
         for index, sample in enumerate(self.samples):
@@ -95,7 +97,7 @@ class Calibration:
             return found
         except HardwareError as error:
             raise HardwareError(f"{path} must be the samples of tools.calibrate: {error}") from error
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:  # RuntimeError: nested too deep
             raise HardwareError(f"{path} must be the samples of tools.calibrate, got {error!r}") from error
 
 
@@ -106,8 +108,10 @@ def _broken_rule(sample: Sample, num_multiprocessors: int) -> str | None:
     if not is_positive(sample.us):
         return f"us must be a positive number, got {sample.us!r}"
     counts = {"num_tokens": sample.num_tokens}
+    if sample.step not in TUNED and (sample.tile, sample.num_link) != ("", 0):
+        return f"tile and num_link must be those of {', '.join(TUNED)} alone, got {sample.tile!r}, {sample.num_link!r}"
     if sample.step in TUNED:
-        if sample.tile not in TILES:
+        if sample.tile not in tuple(TILES):
             return f"tile must be one of {', '.join(TILES)}, got {sample.tile!r}"
         counts["num_link"] = sample.num_link
     if sample.step in DISPATCHES:
@@ -117,7 +121,9 @@ def _broken_rule(sample: Sample, num_multiprocessors: int) -> str | None:
     for what, value in (*vars(sample.shape).items(), *counts.items()):
         if not is_count(value) or value > _MOST:
             return f"{what} must be a whole number from 1 to {_MOST}, got {value!r}"
+    if sample.step not in TUNED:
+        return None
     roles = sample.num_link + sample.num_local
-    if sample.step in TUNED and roles >= num_multiprocessors * TILES[sample.tile].occupancy:
+    if roles >= num_multiprocessors * TILES[sample.tile].occupancy:
         return f"num_link + num_local must leave programs of {num_multiprocessors} multiprocessors, got {roles}"
     return None
