@@ -750,6 +750,13 @@ def test_tuning_on_another_gpu(gpu, expected, tmp_path, on_gpu):
     assert gpu.name in says(BF16, config=tune_section('[uniep.tune]\nmode = "model"\n', tmp_path))
 
 
+def test_a_tile_by_hand_on_an_older_gpu(tmp_path, on_gpu):
+    """Its stages are larger than that one's shared memory."""
+    on_gpu(Gpu("NVIDIA A100", 8))
+    text = says(BF16, config=tune_section('[uniep.tune.up]\ntile = "wide4"\n', tmp_path))
+    assert '[uniep.tune.up] tile must be left out on a GPU before compute capability 9, got "wide4"' in text
+
+
 def test_a_cache_that_cannot_be_written(tmp_path, on_gpu):
     on_gpu(Gpu())
     (tmp_path / "file").touch()
