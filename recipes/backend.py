@@ -192,10 +192,10 @@ def open_backend(
     )
     tune = options.tune
     if tune.mode != "off":
-        gpu = torch.cuda.get_device_properties(device).name
-        tune = resolve_tune(tune, gpu)
+        gpu = torch.cuda.get_device_properties(device)
+        tune = resolve_tune(tune, gpu.name, gpu.multi_processor_count)
         if tune.mode == "off":
-            logger.info(f'Tuner: [uniep.tune] mode = "auto" is "off" on "{gpu}", which no hardware file describes')
+            logger.info(f'Tuner: [uniep.tune] mode = "auto" is "off" on "{gpu.name}", which no hardware file describes')
     if tune.mode == "off":
         return replace(backend, run=functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more))
     tuner, took_s = open_tuner(

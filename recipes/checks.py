@@ -380,13 +380,13 @@ def _check_tune(options: Tune) -> None:
         return
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     properties = torch.cuda.get_device_properties(device)
-    options = resolve_tune(options, properties.name)
+    asked, options = options.mode, resolve_tune(options, properties.name, properties.multi_processor_count)
     for launch, values in by_hand.items() if options.mode != "off" else ():
         given = [key for key, value in values.items() if value is not None]
         if missing := [key for key in values if given and key not in given]:
             raise ConfigError(
-                f"[uniep.tune.{launch}] {missing[0]} must be given with {given[0]}, or neither, "
-                f'with [uniep.tune] mode = "{options.mode}", got none'
+                f"[uniep.tune.{launch}] {missing[0]} must be given with {given[0]}, or neither, unless [uniep.tune] "
+                f'mode is "off", got none with mode = "{asked}"'
             )
     tiles = {launch: values["tile"] for launch, values in by_hand.items() if values["tile"] is not None}
     if tiles and properties.major < 9:

@@ -55,11 +55,12 @@ def _hardware_of(path: str | None, device_name: str) -> Hardware:
     return hardware
 
 
-def resolve_tune(options: Tune, device_name: str) -> Tune:
+def resolve_tune(options: Tune, device_name: str, num_multiprocessors: int) -> Tune:
     """The section with a mode that is not "auto"."""
     if options.mode != "auto":
         return options
-    described = options.hardware is not None or any(hardware.name == device_name for hardware in shipped())
+    gpu = device_name, num_multiprocessors
+    described = options.hardware is not None or any((one.name, one.num_multiprocessors) == gpu for one in shipped())
     return replace(options, mode="model" if described else "off")
 
 

@@ -54,13 +54,13 @@ class Tune:
     scores' gradient go by the backward's tiles: there only a launch by hand changes them.
     """
 
-    mode: Literal["auto", "off", "model", "measured"] = "off"
+    mode: Literal["auto", "off", "model", "measured"] = "auto"
     """
     Who chooses the kernels' configuration, for each bucket of token counts.
+    - "auto": "model" on a GPU that is described, by the package or by [uniep.tune] hardware; else "off".
     - "off": the defaults.
     - "model": the fastest by the model of the GPU ([uniep.tune] hardware), in milliseconds.
     - "measured": of the model's best few, the fastest in a short measurement before the first step.
-    - "auto": "model" on a GPU that is described, by the package or by [uniep.tune] hardware; else "off".
     """
 
     bucket_tokens: int = 4096

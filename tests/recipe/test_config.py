@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recipes import backend as backend_module
 from recipes.checks import check_config
-from recipes.config import UniEP
+from recipes.config import Tune, UniEP
 from recipes.load import ConfigError, load_config
 from recipes.parallelize import _max_tokens
 from tests.recipe.runs import ROOT, TOKENIZER
@@ -59,6 +59,26 @@ def edited(tmp_path):
     return edit
 
 
+class Gpu:
+    """What torch.cuda.get_device_properties says of one."""
+
+    multi_processor_count = 132
+
+    def __init__(self, name: str = "NVIDIA H200", major: int = 9):
+        self.name, self.major = name, major
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """on_gpu(): this machine has an H200, or the given GPU."""
+
+    def on(gpu: Gpu | None = None) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu or Gpu())
+
+    return on
+
+
 # Ranks that a config is meant for, from its first line.
 INTENDED_RANKS = {
     "qwen3_cpu": 2,
@@ -91,8 +111,8 @@ def test_every_config_passes_for_its_ranks(name):
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "qwen3_235b_a22b", "deepseek_v3_671b", "kimi_k2"])
 @pytest.mark.parametrize("backend", ["torchtitan", "uniep"])
-def test_large_configs_pass_on_gpus(name, backend, monkeypatch):
-    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: True)
+def test_large_configs_pass_on_gpus(name, backend, on_gpu):
+    on_gpu()
     overrides = [f"--model.hf_assets_path={TOKENIZER}", f"--uniep.backend={backend}"]
     check(*overrides, config=CONFIGS / f"{name}.toml", num_ranks=INTENDED_RANKS[name])
 
@@ -275,9 +295,9 @@ def test_a_toml_that_begins_with_a_mark(tmp_path):
     assert (job.model.flavor, job.training.steps) == ("cpu", 7)
 
 
-def test_timeline_steps_of_the_fused_kernels(edited, monkeypatch):
+def test_timeline_steps_of_the_fused_kernels(edited, on_gpu):
+    on_gpu()
     path = edited('backend = "auto"', 'backend = "uniep"\ntimeline_steps = [10, 20]')
-    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: True)
     assert check("--training.mixed_precision_param=bfloat16", config=path).uniep.timeline_steps == [10, 20]
     assert "timeline_steps must be a list, each a whole number" in says(
         config=edited('backend = "auto"', "timeline_steps = 3")
@@ -460,8 +480,8 @@ def test_fast_numerics_are_refused_where_no_fused_kernel_runs(backend, ran, monk
 
 
 @pytest.mark.parametrize("numerics", [None, "bitwise", "fast"])
-def test_numerics_are_fast_by_name_only(numerics, monkeypatch):
-    monkeypatch.setattr(backend_module.torch.cuda, "is_available", lambda: True)
+def test_numerics_are_fast_by_name_only(numerics, on_gpu):
+    on_gpu()
     overrides = ["--uniep.backend=uniep", "--training.mixed_precision_param=bfloat16"]
     job = check(*overrides, *([f"--uniep.numerics={numerics}"] if numerics else []))
     assert job.uniep.numerics == (numerics or "bitwise")
@@ -487,7 +507,8 @@ def test_numerics_reach_the_layer_and_the_record(numerics, fast, monkeypatch):
     monkeypatch.setattr(backend_module, "fused_moe", lambda **options: given.update(options))
     monkeypatch.setattr(backend_module.torch.cuda, "current_device", lambda: 0)
     shape = MoEShape(8, 2, 64, 64)
-    backend = backend_module.open_backend("uniep", shape, max_tokens=4, ep_mesh=None, options=UniEP(numerics=numerics))
+    options = UniEP(numerics=numerics, tune=Tune(mode="off"))
+    backend = backend_module.open_backend("uniep", shape, max_tokens=4, ep_mesh=None, options=options)
     backend.run()
     assert given["fast"] is fast
     assert backend.facts["numerics"] == numerics
@@ -558,8 +579,8 @@ def test_context_parallel_ranks_on_cpus(monkeypatch):
     assert text.startswith("[parallelism] context_parallel_degree must be 1 on CPUs")
 
 
-def test_timeline_steps_behind_the_last(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+def test_timeline_steps_behind_the_last(on_gpu):
+    on_gpu()
     text = says(BF16, "--uniep.backend=uniep", "--training.steps=5", "--uniep.timeline_steps", "5", "6")
     assert text == "[uniep] timeline_steps must be steps up to [training] steps = 5, got 6"
 
@@ -590,8 +611,8 @@ def test_misspelt_dataset_names_the_nearest():
         ),
     ],
 )
-def test_what_the_fused_kernels_need(arguments, env, expected, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+def test_what_the_fused_kernels_need(arguments, env, expected, on_gpu, monkeypatch):
+    on_gpu()
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert expected in says("--uniep.backend=uniep", *arguments)
@@ -624,8 +645,8 @@ BF16_TOKENS = ["--training.dtype=bfloat16", "--training.mixed_precision_param=fl
         (BF16_TOKENS, 1, None),
     ],
 )
-def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(arguments, num_ranks, expected, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(arguments, num_ranks, expected, on_gpu):
+    on_gpu()
     options = {"config": "train_configs/qwen3_debug.toml", "num_ranks": num_ranks}
     arguments = ["--parallelism.expert_parallel_degree=1", *arguments]
     job = check(*arguments, **options)
@@ -648,15 +669,6 @@ def test_autocast_makes_a_norm_fp32():
         torch.set_autocast_enabled("cuda", False)
 
 
-class Gpu:
-    """What torch.cuda.get_device_properties says of one."""
-
-    multi_processor_count = 132
-
-    def __init__(self, name: str = "NVIDIA H200", major: int = 9):
-        self.name, self.major = name, major
-
-
 def tune_section(text: str, folder: Path) -> Path:
     """A config that runs "uniep", with a [uniep.tune] section."""
     config = (CONFIGS / "qwen3_cpu.toml").read_text().replace('backend = "auto"', 'backend = "uniep"')
@@ -664,17 +676,6 @@ def tune_section(text: str, folder: Path) -> Path:
     path = folder / "tuned.toml"
     path.write_text(config + text)
     return path
-
-
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """on_gpu(gpu): this machine has it."""
-
-    def on(gpu: Gpu) -> None:
-        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: gpu)
-
-    return on
 
 
 BF16 = "--training.mixed_precision_param=bfloat16"
@@ -686,7 +687,7 @@ BF16 = "--training.mixed_precision_param=bfloat16"
         "",
         '[uniep.tune]\nmode = "model"\n',
         '[uniep.tune]\nmode = "measured"\nbucket_tokens = 2048\ncache = "/tmp"\n',
-        "[uniep.tune.up]\nnum_relay = 40\n",
+        '[uniep.tune]\nmode = "off"\n[uniep.tune.up]\nnum_relay = 40\n',
         '[uniep.tune]\nmode = "model"\n[uniep.tune.up]\ntile = "wide4"\nnum_dispatch = 8\nnum_relay = 40\n',
         '[uniep.tune.down]\ntile = "narrow"\nnum_combine = 263\n',
     ],
@@ -709,22 +710,23 @@ def test_tuning_that_works(text, tmp_path, on_gpu):
         ('[uniep.tune.up]\ntile = "huge"', "[uniep.tune.up] tile must be one of"),
         ("[uniep.tune.up]\nnum_dispatch = 0", "[uniep.tune.up] num_dispatch must be at least 1, got 0"),
         (
-            "[uniep.tune.up]\nnum_dispatch = 100\nnum_relay = 32",
+            '[uniep.tune]\nmode = "off"\n[uniep.tune.up]\nnum_dispatch = 100\nnum_relay = 32',
             "[uniep.tune.up] num_dispatch + num_relay must be less than the programs of the launch = 132 "
             "(multiprocessors * programs on each), got 100 + 32",
         ),
         (
-            "[uniep.tune.down_grad]\nnum_relay = 240",
+            '[uniep.tune]\nmode = "off"\n[uniep.tune.down_grad]\nnum_relay = 240',
             "[uniep.tune.down_grad] num_dispatch + num_relay must be less than the programs of the launch = 264 "
             "(multiprocessors * programs on each), got 24 + 240",
         ),
         (
-            "[uniep.tune.up_grad]\nnum_combine = 264",
+            '[uniep.tune]\nmode = "off"\n[uniep.tune.up_grad]\nnum_combine = 264',
             "[uniep.tune.up_grad] num_combine must be less than the programs of the launch = 264",
         ),
         (
-            '[uniep.tune]\nmode = "model"\n[uniep.tune.up]\nnum_relay = 40',
-            '[uniep.tune.up] tile must be given with num_relay, or neither, with [uniep.tune] mode = "model", got none',
+            "[uniep.tune.up]\nnum_relay = 40",
+            '[uniep.tune.up] tile must be given with num_relay, or neither, unless [uniep.tune] mode is "off", '
+            'got none with mode = "auto"',
         ),
         (
             '[uniep.tune]\nmode = "model"\nhardware = "/none.json"',
@@ -768,10 +770,10 @@ def test_a_cache_that_cannot_be_written(tmp_path, on_gpu):
 
 @pytest.mark.parametrize("gpu", [Gpu(), Gpu("NVIDIA H100"), Gpu("NVIDIA A100", 8)])
 def test_tuning_where_the_gpu_is_known(gpu, tmp_path, on_gpu):
-    """mode = "auto" works everywhere; a launch half by hand is refused only where the rest is chosen."""
+    """The default works everywhere; a launch half by hand is refused only where the rest is chosen."""
     on_gpu(gpu)
-    check(BF16, config=tune_section('[uniep.tune]\nmode = "auto"\n', tmp_path))
-    path = tune_section('[uniep.tune]\nmode = "auto"\n[uniep.tune.up]\nnum_relay = 40\n', tmp_path)
+    check(BF16, config=tune_section("", tmp_path))
+    path = tune_section("[uniep.tune.up]\nnum_relay = 40\n", tmp_path)
     if gpu.name == "NVIDIA H200":
         assert "[uniep.tune.up] tile must be given with num_relay, or neither" in says(BF16, config=path)
     else:
@@ -782,7 +784,7 @@ def test_tuning_by_arguments(on_gpu):
     on_gpu(Gpu())
     job = check(BF16, "--uniep.backend=uniep", "--uniep.tune.mode=model", "--uniep.tune.bucket_tokens=512")
     assert (job.uniep.tune.mode, job.uniep.tune.bucket_tokens) == ("model", 512)
-    text = says(BF16, "--uniep.backend=uniep", "--uniep.tune.up.num_dispatch=140")
+    text = says(BF16, "--uniep.backend=uniep", "--uniep.tune.mode=off", "--uniep.tune.up.num_dispatch=140")
     assert "[uniep.tune.up] num_dispatch + num_relay must be less than" in text
 
 

@@ -380,17 +380,18 @@ def test_hardware_of_this_gpu(tmp_path, h200):
 
 
 @pytest.mark.parametrize(
-    ("mode", "hardware", "device", "want"),
+    ("mode", "hardware", "device", "num_multiprocessors", "want"),
     [
-        ("auto", None, "NVIDIA H200", "model"),
-        ("auto", None, "NVIDIA B200", "off"),
-        ("auto", "mine.json", "NVIDIA B200", "model"),
-        ("measured", None, "NVIDIA B200", "measured"),
-        ("off", None, "NVIDIA H200", "off"),
+        ("auto", None, "NVIDIA H200", 132, "model"),
+        ("auto", None, "NVIDIA H200", 66, "off"),
+        ("auto", None, "NVIDIA B200", 148, "off"),
+        ("auto", "mine.json", "NVIDIA B200", 148, "model"),
+        ("measured", None, "NVIDIA B200", 148, "measured"),
+        ("off", None, "NVIDIA H200", 132, "off"),
     ],
 )
-def test_auto_is_the_model_where_there_is_one(mode, hardware, device, want):
-    assert resolve_tune(Tune(mode=mode, hardware=hardware), device).mode == want
+def test_auto_is_the_model_where_there_is_one(mode, hardware, device, num_multiprocessors, want):
+    assert resolve_tune(Tune(mode=mode, hardware=hardware), device, num_multiprocessors).mode == want
 
 
 def test_tiles_by_name_are_those_of_the_model():
