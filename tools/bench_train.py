@@ -10,7 +10,6 @@ exit status is 1.
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import statistics
@@ -22,8 +21,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from recipes.config import Backend
-from tools import compare_runs
 from tools.command import check_writable, end_with
+from tools.compare_settings import ComparisonError, check_comparable
+from tools.compare_values import compare_pair
+from tools.records import RecordError, read_run
 from uniep.files import replace_text
 
 # Compilation, first allocations and the autotuner's first look lie in the first steps.
@@ -89,6 +90,17 @@ def summarize(folder: Path) -> dict[str, Any]:
     }
 
 
+def identical(first: Path, other: Path) -> bool:
+    """As tools.compare_runs finds it.
+
+    Raises:
+        RecordError, ComparisonError: the two runs cannot be compared.
+    """
+    runs = read_run(first), read_run(other)
+    check_comparable("AB", runs, force=False)
+    return compare_pair(*runs).identical
+
+
 def _verdict(row: dict[str, Any]) -> str:
     if "identical" not in row:
         return "  (baseline)"
@@ -146,7 +158,7 @@ def main(argv: list[str]) -> int:
         options.keep.mkdir(parents=True, exist_ok=True)
         try:
             rows = compare(options, argv, overrides)
-        except WentOnError as error:
+        except (WentOnError, RecordError, ComparisonError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     return 0 if all(row.get("identical", True) for row in rows) else 1
@@ -161,12 +173,7 @@ def compare(options: argparse.Namespace, argv: list[str], overrides: list[str]) 
         train(options.config, backend, folder, overrides)
         row = {"backend": backend, **summarize(folder)}
         if baseline is not None:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-                status = compare_runs.main([str(folders[0]), str(folder)])
-            if status > 1:
-                sys.stderr.write(said.getvalue())
-                raise SystemExit(status)
-            row["identical"] = status == 0
+            row["identical"] = identical(folders[0], folder)
             row["speedup"] = baseline["step_time_ms"] / row["step_time_ms"] if row["identical"] else None
         baseline = baseline or row
         rows.append(row)

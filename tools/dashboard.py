@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from tools.command import end_with
-from tools.compare_runs import compare_pair, label_runs, verdict
+from tools.compare_report import label_runs, verdict
+from tools.compare_values import compare_pair
 from tools.records import RecordError, Run, check_output, read_run
 
 EPILOG = """\

@@ -7,7 +7,8 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from tools.compare_runs import difference, difference_note
+from tools.compare_plot import difference_note
+from tools.compare_values import difference
 from tools.records import Run
 
 # Points of a curve: more are not seen on a screen and make the page slow.

@@ -11,15 +11,9 @@ import plotly.graph_objects as go
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-from tools.compare_runs import (
-    PairComparison,
-    compare_pair,
-    config_differences,
-    label_runs,
-    name_runs,
-    verdict,
-    warnings_of_run,
-)
+from tools.compare_report import label_runs, name_runs, verdict
+from tools.compare_settings import config_differences, warnings_of_run
+from tools.compare_values import PairComparison, compare_pair
 from tools.dashboard_figures import COLORS, MAX_POINTS, Shown, warm
 from tools.dashboard_layout import PANELS
 from tools.records import MAX_LOADS, Run, flatten

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.compare_runs import IDENTICAL, UlpDistance, compare_pair, main, ulp_distance
+from tools.compare_runs import IDENTICAL, main
+from tools.compare_values import UlpDistance, compare_pair, ulp_distance
 from tools.records import read_run
 
 REPOSITORY = Path(__file__).parents[2]
