@@ -17,9 +17,8 @@ import argparse
 import random
 import statistics
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,13 @@ from recipes.choices import TuneError, find_hardware
 from recipes.config import Tune, UniEP
 from recipes.experts import UniEPMoE
 from tools.benchmark_file import write_benchmark
-from tools.calibrate import check_counts
-from tools.command import check_writable, end_with
+from tools.command import check_counts, check_writable, end_with
+from tools.moe_layers import Layer, named_shapes
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.workload import chance_wanted
 from uniep.kernels.config import CombineConfig
 from uniep.shapes import MoEShape, ShapeError
 
-ROOT = Path(__file__).parents[1]
 SAMPLES, CALLS = 5, 20
 # The variants of --numerics-fast and --tune.
 FAST, TUNED_VARIANT = "uniep fast", "uniep tuned"
@@ -56,36 +54,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Layer:
-    name: str
-    shape: MoEShape
-    num_tokens: int
-
-
 def layers(options: argparse.Namespace) -> list[Layer]:
-    """The chosen layers of benchmarks/moe_shapes.toml.
-
-    Raises:
-        ShapeError: there is no such layer, or --ep or --experts does not fit one of them.
-    """
-    known = tomllib.loads((ROOT / "benchmarks/moe_shapes.toml").read_text())["moe"]
-    names = [m["name"] for m in known]
-    if unknown := set(options.shape or ()) - set(names):
-        raise ShapeError(f"--shape must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
-    chosen = [m for m in known if not options.shape or m["name"] in options.shape]
-    found = []
-    most = max(m["E"] for m in chosen)
-    if options.experts is not None and options.experts > most:
-        raise ShapeError(f"--experts must be at most the {most} of the layers, got {options.experts}")
-    for m in chosen:
-        num_experts = m["E"] if options.experts is None else min(options.experts, m["E"])
-        try:
-            shape = MoEShape(num_experts, m["K"], m["D"], m["F"], options.ep)
-        except ShapeError as error:
-            raise ShapeError(f"--ep and --experts must fit the layer {m['name']}: {error}") from None
-        found.append(Layer(m["name"], shape, options.tokens))
-    return found
+    """The chosen layers. Raises ShapeError."""
+    shapes = named_shapes(options.shape, ep_degree=options.ep, num_experts=options.experts)
+    return [Layer(name, shape, options.tokens) for name, shape in shapes.items()]
 
 
 class Block:

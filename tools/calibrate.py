@@ -14,7 +14,6 @@ import functools
 import statistics
 import sys
 import time
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,8 +29,9 @@ from recipes.backend import open_heap
 from recipes.choices import kernel_config
 from recipes.config import UniEP
 from recipes.launch_times import LayerInputs, compile_ahead, measure_layer, warm_up
-from tools.command import check_writable, end_with
+from tools.command import check_counts, check_writable, end_with
 from tools.copy_bandwidth import measure_copies, measure_memory_gbs, time_us
+from tools.moe_layers import named_shapes
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from uniep.autotune.calibration import Calibration
 from uniep.autotune.fit import Fit, Sample
@@ -43,7 +43,6 @@ from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape, ShapeError
 from uniep.symmetric.heap import SymmetricHeap
 
-ROOT = Path(__file__).parents[1]
 # Small and large experts, narrow and wide models: what decides a GEMM's speed, what is sent and copied, and how hot the
 # GPU gets. docs/autotuner.md says how well these three predict other layers.
 SHAPES = ("deepseek-ocr", "qwen3-30b-a3b", "qwen3-235b-a22b")
@@ -134,22 +133,12 @@ def _score_grad_us(inputs: LayerInputs, shape: MoEShape) -> float:
     return round(time_us(call, inputs.grad_TD.device), 2)
 
 
-def named_shapes(names: list[str], ep_degree: int) -> list[MoEShape]:
-    known = {m["name"]: m for m in tomllib.loads((ROOT / "benchmarks/moe_shapes.toml").read_text())["moe"]}
-    if unknown := [name for name in names if name not in known]:
-        raise ShapeError(f"--shape must be of {', '.join(known)}, got {', '.join(unknown)}")
-    try:
-        return [MoEShape(m["E"], m["K"], m["D"], m["F"], ep_degree) for m in (known[name] for name in names)]
-    except ShapeError as error:
-        raise ShapeError(f"--ep must fit every --shape: {error}") from None
-
-
 def work(options: argparse.Namespace) -> int:
     """One rank."""
     start = time.perf_counter()
     device = join_ranks()
     uniep = replace(UniEP(), symmetric_memory=options.memory)
-    shapes = named_shapes(options.shape, options.ep)
+    shapes = named_shapes(options.shape, ep_degree=options.ep).values()
     properties = torch.cuda.get_device_properties(device)
     memory_gbs = measure_memory_gbs(device)
     samples: list[Sample] = []
@@ -219,13 +208,6 @@ def errors_by_step(measured: Calibration, errors: Floats) -> list[str]:
     ]
 
 
-def check_counts(**counts: list[int]) -> None:
-    """Raises ArgumentTypeError where a count is not positive, or as large as no layer's."""
-    for option, values in counts.items():
-        if wrong := [value for value in values if not 1 <= value <= 1 << 24]:
-            raise argparse.ArgumentTypeError(f"--{option} must be 1 to 2^24, got {wrong[0]}")
-
-
 def _check(options: argparse.Namespace) -> None:
     if not options.fit and (options.more or options.left_out):
         raise argparse.ArgumentTypeError("--more and --left-out must come with --fit, got none")
@@ -271,7 +253,7 @@ def main(argv: list[str]) -> int:
             if options.left_out and num_layers < 2:
                 raise HardwareError(f"--left-out must have samples of two layers or more, got {num_layers}")
         else:
-            named_shapes(options.shape, options.ep)
+            named_shapes(options.shape, ep_degree=options.ep)
     except (ShapeError, HardwareError, argparse.ArgumentTypeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,6 +16,13 @@ def check_writable(option: str, path: Path) -> None:
         raise argparse.ArgumentTypeError(f"{option} must be a file that can be written, in a folder, got {path}")
 
 
+def check_counts(**counts: list[int]) -> None:
+    """Raises ArgumentTypeError where a count is not positive, or as large as no layer's."""
+    for option, values in counts.items():
+        if wrong := [value for value in values if not 1 <= value <= 1 << 24]:
+            raise argparse.ArgumentTypeError(f"--{option} must be 1 to 2^24, got {wrong[0]}")
+
+
 def end_with(main: Callable[[list[str]], int]) -> NoReturn:
     """Exits with main's status; without a word where the reader of its output, such as head, has left.
 

@@ -34,10 +34,10 @@ from recipes.choices import TuneError, choice_of, find_hardware, kernel_config
 from recipes.config import UniEP
 from recipes.launch_times import LayerInputs, compile_ahead, measure_layer, warm_up
 from tools import tune_report
-from tools.bench_moe import Layer, layers
 from tools.benchmark_file import write_benchmark
-from tools.calibrate import check_counts, heat, samples_of
-from tools.command import check_writable, end_with
+from tools.calibrate import heat, samples_of
+from tools.command import check_counts, check_writable, end_with
+from tools.moe_layers import Layer, named_shapes
 from tools.pyplot import PlotError, load_pyplot
 from tools.start_ranks import is_rank, join_ranks, start_ranks
 from tools.tune_report import Config, Survey, Tuned, best_fixed
@@ -227,7 +227,7 @@ def work_on_rank(options: argparse.Namespace, argv: list[str]) -> int:
             print(f"{time.perf_counter() - start:4.0f} s  {text}", flush=True)
 
     surveys: list[Survey] = []
-    works = [(layer, Workload.balanced(layer.shape, layer.num_tokens)) for layer in all_layers(options)]
+    works = [(layer, Workload.balanced(layer.shape, layer.num_tokens)) for layer in layers(options)]
     for layer, work in works:
         chosen = search(work, hardware, kernel_space(hardware))
         configurations = (default, chosen, *drawn)
@@ -279,12 +279,10 @@ def write(
     write_benchmark(options.out, "tools.tune", argv, figures)
 
 
-def all_layers(options: argparse.Namespace) -> list[Layer]:
-    return [
-        layer
-        for num_tokens in options.tokens
-        for layer in layers(argparse.Namespace(**{**vars(options), "tokens": num_tokens}))
-    ]
+def layers(options: argparse.Namespace) -> list[Layer]:
+    """The chosen layers with each number of tokens. Raises ShapeError."""
+    shapes = named_shapes(options.shape, ep_degree=options.ep, num_experts=options.experts)
+    return [Layer(name, shape, num_tokens) for num_tokens in options.tokens for name, shape in shapes.items()]
 
 
 def check_space(path: Path) -> None:
@@ -302,7 +300,7 @@ def search_only(options: argparse.Namespace) -> int:
     print(f"{hardware.name}: {hardware.source}")
     spaces = {"our kernels": kernel_space(hardware), "the paper's space": paper_space(hardware)}
     times: dict[str, list[float]] = {name: [] for name in spaces}
-    for layer in all_layers(options):
+    for layer in layers(options):
         work = Workload.balanced(layer.shape, layer.num_tokens)
         for name, space in spaces.items():
             for _ in range(5):
@@ -350,7 +348,7 @@ def main(argv: list[str]) -> int:
             check_writable(f"--{name}", path)
         if options.plot:
             load_pyplot("--plot")
-        for layer in all_layers(options):
+        for layer in layers(options):
             Workload.balanced(layer.shape, layer.num_tokens)
         if options.hardware is not None:
             check_space(Path(options.hardware))

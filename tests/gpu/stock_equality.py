@@ -9,10 +9,8 @@ import argparse
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,9 +24,8 @@ from torchtitan.models.moe import moe as moe_module
 from recipes.backend import open_backend
 from recipes.config import UniEP
 from recipes.experts import UniEPMoE
+from tools.moe_layers import named_shapes
 from uniep.shapes import MoEShape
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ class Case:
 
 
 def shape_cases(tokens: int) -> Iterator[Case]:
-    for m in tomllib.loads((ROOT / "benchmarks/moe_shapes.toml").read_text())["moe"]:
-        yield Case(m["name"], m["E"], m["K"], m["D"], m["F"], tokens)
+    for name, shape in named_shapes(ep_degree=1).items():
+        yield Case(name, shape.num_experts, shape.top_k, shape.dim, shape.hidden_dim, tokens)
 
 
 def top_k_cases() -> Iterator[Case]:

@@ -7,9 +7,7 @@ PYTHONPATH=. python tests/gpu/test_wgrad.py     # bits again, then times; names 
 import math
 import statistics
 import sys
-import tomllib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ import triton
 from torch import Tensor
 
 from tests.kernels.oracle import poison_new_tensors
+from tools.moe_layers import named_shapes
 from uniep.kernels.wgrad import WgradConfig, default_wgrad_config, launch_wgrad
 from uniep.reference import GROUP_ALIGN_ROWS, grouped_wgrad
 from uniep.shapes import MoEShape
@@ -26,8 +25,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 NUM_LOCAL = 16
 LAYERS = {
-    layer["name"]: MoEShape(NUM_LOCAL, min(layer["K"], NUM_LOCAL), layer["D"], layer["F"])
-    for layer in tomllib.loads((Path(__file__).parents[2] / "benchmarks/moe_shapes.toml").read_text())["moe"]
+    name: MoEShape(NUM_LOCAL, shape.top_k, shape.dim, shape.hidden_dim)
+    for name, shape in named_shapes(ep_degree=1).items()
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -1,13 +1,12 @@
 """The autotuner's search: the same optimum as brute force over every combination."""
 
-import tomllib
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tools.moe_layers import named_shapes
 from uniep.autotune.cost_model import Candidates, predict
 from uniep.autotune.hardware import TILES, TUNED, Hardware, HardwareError, shipped
 from uniep.autotune.search import (
@@ -23,17 +22,14 @@ from uniep.autotune.search import (
 from uniep.autotune.workload import Workload
 from uniep.shapes import MoEShape
 
-ROOT = Path(__file__).parents[2]
-LAYERS = tomllib.loads((ROOT / "benchmarks/moe_shapes.toml").read_text())["moe"]
-
 
 @pytest.fixture(scope="module")
 def h200() -> Hardware:
     return next(iter(shipped()))
 
 
-def shape_of(layer: dict, ep_degree: int) -> MoEShape:
-    return MoEShape(layer["E"], layer["K"], layer["D"], layer["F"], ep_degree)
+def shape_of(name: str, ep_degree: int) -> MoEShape:
+    return named_shapes([name], ep_degree=ep_degree)[name]
 
 
 def all_combinations(space: Space) -> dict[str, np.ndarray]:
@@ -54,8 +50,8 @@ def test_the_papers_space_is_searched_exactly(h200):
     assert len(rows["up"]) == 209_088 == 33 * 33 * 8 * 8 * 3
     combined = {launch: space.launches[launch].take(rows[launch]) for launch in rows}
     seen = set()
-    for layer, num_tokens in product(LAYERS, (8192, 32_768, 131_072)):
-        work = Workload.balanced(shape_of(layer, 8), num_tokens)
+    for shape, num_tokens in product(named_shapes(ep_degree=8).values(), (8192, 32_768, 131_072)):
+        work = Workload.balanced(shape, num_tokens)
         total_us = sum(predict(launch, work, h200, combined[launch], staged=True).total_us for launch in rows)
         best = int(np.argmin(total_us))
         choice = search(work, h200, space)
@@ -73,7 +69,7 @@ def test_the_papers_space_is_searched_exactly(h200):
 
 def test_launches_that_share_a_number_take_the_best_common_one(h200):
     """On random times: brute force over pairs with an equal shared number."""
-    work = Workload.balanced(shape_of(LAYERS[3], 2), 4096)
+    work = Workload.balanced(shape_of("qwen3-30b-a3b", 2), 4096)
     generator = np.random.default_rng(0)
 
     def some(launch: str) -> Candidates:
@@ -95,8 +91,8 @@ def test_launches_that_share_a_number_take_the_best_common_one(h200):
 @pytest.mark.parametrize("ep_degree", [1, 2, 8])
 def test_our_launches_are_minimised_alone(ep_degree, h200):
     space = kernel_space(h200, {launch: tuple(TILES) for launch in TUNED})
-    for layer in LAYERS:
-        work = Workload.balanced(shape_of(layer, ep_degree), 8192)
+    for shape in named_shapes(ep_degree=ep_degree).values():
+        work = Workload.balanced(shape, 8192)
         choice = search(work, h200, space)
         for launch, found in choice.launches.items():
             times = predict(launch, work, h200, space.launches[launch]).total_us
@@ -118,7 +114,7 @@ def test_a_launch_without_a_timed_tile_is_refused(h200):
 
 
 def test_a_choice_is_read_back(h200):
-    choice = search(Workload.balanced(shape_of(LAYERS[0], 2), 100), h200, kernel_space(h200))
+    choice = search(Workload.balanced(shape_of("deepseek-ocr", 2), 100), h200, kernel_space(h200))
     assert Choice.from_json(choice.to_json()) == choice
     wrong = choice.to_json()
     wrong["launches"]["up"]["tile"] = "huge"
@@ -127,7 +123,7 @@ def test_a_choice_is_read_back(h200):
 
 
 def test_every_term_is_printed(h200):
-    work = Workload.balanced(shape_of(LAYERS[3], 2), 8192)
+    work = Workload.balanced(shape_of("qwen3-30b-a3b", 2), 8192)
     lines = explain(work, h200, search(work, h200, kernel_space(h200)))
     assert [line.split()[0] for line in lines] == ["exchange", "plan", "up", "down", "down_grad", "wgrad", "up_grad"]
     for line in lines:
