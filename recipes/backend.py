@@ -17,6 +17,7 @@ from recipes.tuning import open_tuner
 from uniep.kernels.config import default_config
 from uniep.kernels.timeline import Timeline
 from uniep.layer import fused_moe
+from uniep.numerics import Numerics
 from uniep.plan.layout import HeapLayout
 from uniep.plan.room import Room
 from uniep.reference import reference_moe
@@ -37,7 +38,7 @@ class RoutedBackend:
 
     Attributes:
         name: the backend that runs.
-        run: (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, *, score_before_experts) -> out_TD.
+        run: (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD) -> out_TD.
         facts: what the record of a run says about it.
         start_up: what opening it took, in seconds.
         check: raises what a kernel that gave up a wait has left; waits for the device.
@@ -144,7 +145,7 @@ def open_backend(
         max_tokens: the most tokens that a rank brings to a layer.
         ep_mesh: the expert-parallel ranks, or None for one.
         options: the [uniep] section.
-        score_before_experts: the model's; the tuner compiles for it.
+        score_before_experts: the model's.
         num_layers_waiting: layers whose forward has run and whose backward has not, at most; their returned rows can
             stay in the symmetric memory, those of any more are copied.
         compiled: the stock block's experts would be compiled, which rounds SwiGLU less often.
@@ -157,11 +158,12 @@ def open_backend(
     group = None if ep_mesh is None else ep_mesh.get_group()
     logger.info(f'MoE numerics: "{options.numerics}"')
     facts: dict[str, Any] = {"numerics": options.numerics}
+    numerics = Numerics(score_before_experts, compiled, fast=options.numerics == "fast")
     if name == "reference":
-        return RoutedBackend(name, functools.partial(reference_moe, group=group, compiled=compiled), facts)
+        return RoutedBackend(name, functools.partial(reference_moe, group=group, numerics=numerics), facts)
     device = torch.device("cuda", torch.cuda.current_device())
     settings = dict(switches or {})
-    keeps_rows = options.numerics == "bitwise" and not score_before_experts
+    keeps_rows = not numerics.fast and not score_before_experts
     layout = HeapLayout(
         shape,
         max_tokens,
@@ -174,12 +176,7 @@ def open_backend(
     config = replace(default_config(device), **settings)
     facts |= {"symmetric_memory": memory, "heap_gib": f"{heap_gib:.4f}"}
     timeline = Timeline(device) if options.timeline_steps else None
-    more: dict[str, Any] = {
-        "heap": heap,
-        "fast": options.numerics == "fast",
-        "compiled": compiled,
-        "timeline": timeline,
-    }
+    more: dict[str, Any] = {"heap": heap, "numerics": numerics, "timeline": timeline}
     backend = RoutedBackend(
         name,
         fused_moe,
@@ -198,15 +195,7 @@ def open_backend(
             logger.info(f'Tuner: [uniep.tune] mode = "auto" is "off" on "{gpu.name}", which no hardware file describes')
     if tune.mode == "off":
         return replace(backend, run=functools.partial(fused_moe, config=fixed_by_hand(config, tune), **more))
-    tuner, took_s = open_tuner(
-        heap,
-        group,
-        base=config,
-        options=tune,
-        score_before_experts=score_before_experts,
-        fast=more["fast"],
-        compiled=compiled,
-    )
+    tuner, took_s = open_tuner(heap, group, base=config, options=tune, numerics=numerics)
     return replace(
         backend,
         run=functools.partial(tuner.run, **more),

@@ -29,28 +29,17 @@ class RoutedExperts(GroupedExperts):
     It is this module's own forward and no hook around it, because FSDP2 gathers the weights when it is called.
     """
 
-    def __init__(
-        self, stock: GroupedExperts, backend: RoutedBackend, *, score_before_experts: bool, ep_mesh: DeviceMesh | None
-    ):
+    def __init__(self, stock: GroupedExperts, backend: RoutedBackend, *, ep_mesh: DeviceMesh | None):
         nn.Module.__init__(self)
         self.num_experts = stock.num_experts
         self.w1, self.w2, self.w3 = stock.w1, stock.w2, stock.w3
         self.backend = backend
-        self.score_before_experts = score_before_experts
         if ep_mesh is not None:
             ExpertParallel()._partition_fn("experts", self, ep_mesh)  # w1, w2, w3 as DTensors, Shard(0)
 
     def forward(self, x_TD: Tensor, routing: Routing) -> Tensor:  # type: ignore[override]
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
-        return self.backend.run(
-            x_TD,
-            routing.scores_TK,
-            routing.expert_ids_TK,
-            w1,
-            w2,
-            w3,
-            score_before_experts=self.score_before_experts,
-        )
+        return self.backend.run(x_TD, routing.scores_TK, routing.expert_ids_TK, w1, w2, w3)
 
 
 class UniEPMoE(MoE):
@@ -62,9 +51,7 @@ class UniEPMoE(MoE):
 
     def __init__(self, stock: MoE, backend: RoutedBackend, *, ep_mesh: DeviceMesh | None):
         nn.Module.__init__(self)
-        self.experts = RoutedExperts(
-            stock.experts, backend, score_before_experts=stock.score_before_experts, ep_mesh=ep_mesh
-        )
+        self.experts = RoutedExperts(stock.experts, backend, ep_mesh=ep_mesh)
         self.router = stock.router
         self.shared_experts = stock.shared_experts
         self.score_before_experts = stock.score_before_experts

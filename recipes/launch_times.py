@@ -13,6 +13,7 @@ from torch import Tensor
 from uniep.kernels.config import KernelConfig
 from uniep.kernels.timeline import Timeline
 from uniep.layer import BACKWARD_STEPS, FORWARD_STEPS, backward_steps, compile_layer, forward_steps, fused_moe
+from uniep.numerics import STOCK, Numerics
 from uniep.symmetric.heap import SymmetricHeap
 
 # About 2.5 ms, and 1 ms: what the host needs to launch a forward, and a backward.
@@ -61,7 +62,9 @@ class LayerInputs:
         )
 
 
-def compile_ahead(inputs: LayerInputs, heap: SymmetricHeap, configs: Sequence[KernelConfig], **numerics: bool) -> None:
+def compile_ahead(
+    inputs: LayerInputs, heap: SymmetricHeap, configs: Sequence[KernelConfig], numerics: Numerics = STOCK
+) -> None:
     """`uniep.layer.compile_layer` with this rank's share of the processors. All ranks call it together."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     compile_layer(
@@ -74,20 +77,12 @@ def compile_ahead(inputs: LayerInputs, heap: SymmetricHeap, configs: Sequence[Ke
         inputs.w3_LFD,
         heap=heap,
         configs=configs,
+        numerics=numerics,
         num_threads=max(len(os.sched_getaffinity(0)) // num_ranks, 1),
-        **numerics,
     )
 
 
-def warm_up(
-    inputs: LayerInputs,
-    heap: SymmetricHeap,
-    config: KernelConfig,
-    *,
-    score_before_experts: bool = False,
-    fast: bool = False,
-    compiled: bool = False,
-) -> None:
+def warm_up(inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig, numerics: Numerics = STOCK) -> None:
     """A forward and a backward, which compile what the configuration needs and make room for the rows."""
     x, scores, w1, w2, w3 = leaves = [
         tensor.detach().requires_grad_()
@@ -95,19 +90,7 @@ def warm_up(
     ]
     ids = inputs.expert_ids_TK
     with torch.enable_grad():
-        out_TD = fused_moe(
-            x,
-            scores,
-            ids,
-            w1,
-            w2,
-            w3,
-            score_before_experts=score_before_experts,
-            heap=heap,
-            config=config,
-            fast=fast,
-            compiled=compiled,
-        )
+        out_TD = fused_moe(x, scores, ids, w1, w2, w3, heap=heap, config=config, numerics=numerics)
         torch.autograd.grad(out_TD, leaves, inputs.grad_TD)
 
 
@@ -115,10 +98,8 @@ def run_layer(
     inputs: LayerInputs,
     heap: SymmetricHeap,
     config: KernelConfig,
+    numerics: Numerics = STOCK,
     *,
-    score_before_experts: bool = False,
-    fast: bool = False,
-    compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """One forward and backward: their results, and pairs of CUDA events around each step."""
@@ -138,18 +119,11 @@ def run_layer(
         raise RuntimeError("the layer must have run before, so that its rows have room, got a step more")
 
     weights = (inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
-    more: dict[str, Any] = {
-        "score_before_experts": score_before_experts,
-        "heap": heap,
-        "config": config,
-        "fast": fast,
-        "compiled": compiled,
-        "timeline": timeline,
-    }
+    more: dict[str, Any] = {"heap": heap, "config": config, "numerics": numerics, "timeline": timeline}
     routing = (inputs.scores_TK, inputs.expert_ids_TK)
     forward = forward_steps(inputs.x_TD, *routing, *weights, save=True, **more)
     out_TD, saved = stepped(forward, FORWARD_STEPS)
-    saved_x = inputs.x_TD if score_before_experts else None
+    saved_x = inputs.x_TD if numerics.score_before_experts else None
     # The host waited for the forward's plan, so it is late: small layers' times would hold the latency of launches.
     torch.cuda._sleep(_BACKWARD_CYCLES)
     grads = stepped(backward_steps(inputs.grad_TD, saved, saved_x, *routing, *weights, **more), BACKWARD_STEPS)
@@ -160,12 +134,10 @@ def measure_layer(
     inputs: LayerInputs,
     heap: SymmetricHeap,
     config: KernelConfig,
+    numerics: Numerics = STOCK,
     *,
     num_calls: int,
     group: dist.ProcessGroup | None,
-    score_before_experts: bool = False,
-    fast: bool = False,
-    compiled: bool = False,
     timeline: Timeline | None = None,
 ) -> tuple[dict[str, float], list[Tensor]]:
     """GPU microseconds of each step: the median of some calls, the slowest rank's; and the last call's results.
@@ -183,15 +155,7 @@ def measure_layer(
         if group is not None:
             dist.barrier(group)
         start_together(group)
-        results, events = run_layer(
-            inputs,
-            heap,
-            config,
-            score_before_experts=score_before_experts,
-            fast=fast,
-            compiled=compiled,
-            timeline=timeline,
-        )
+        results, events = run_layer(inputs, heap, config, numerics, timeline=timeline)
         torch.cuda.synchronize()
         for name, (start, end) in events.items():
             times.setdefault(name, []).append(start.elapsed_time(end) * 1e3)

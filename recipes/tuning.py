@@ -45,6 +45,7 @@ from uniep.autotune.watch import Watch
 from uniep.autotune.workload import Workload
 from uniep.kernels.config import KernelConfig
 from uniep.layer import FORWARD_STEPS, fused_moe
+from uniep.numerics import STOCK, Numerics
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
 
@@ -287,9 +288,7 @@ def open_tuner(
     *,
     base: KernelConfig,
     options: Tune,
-    score_before_experts: bool,
-    fast: bool = False,
-    compiled: bool = False,
+    numerics: Numerics = STOCK,
 ) -> tuple[Tuner, dict[str, float]]:
     """Chooses for all buckets and compiles what they need. All ranks of the group call it together.
 
@@ -304,9 +303,8 @@ def open_tuner(
     gpu = torch.cuda.get_device_properties(heap.device)
     hardware = find_hardware(options.hardware, gpu.name, gpu.multi_processor_count)
     buckets = Buckets(options.bucket_tokens, max_tokens)
-    space = tuned_space(hardware, base, fast=fast)
+    space = tuned_space(hardware, base, fast=numerics.fast)
     agree = agree_through(group)
-    numerics = {"score_before_experts": score_before_experts, "fast": fast, "compiled": compiled}
     if options.mode == "measured":
         choices = _measured(heap, group, buckets, hardware, space, base, options, agree, numerics)
         hardware = as_measured(shape, buckets, choices, hardware)
@@ -319,9 +317,9 @@ def open_tuner(
     )
     inputs = LayerInputs.draw(heap, min(max_tokens, _WARM_UP_TOKENS))
     configs = tuner.configs_to_compile()
-    compile_ahead(inputs, heap, configs, **numerics)
+    compile_ahead(inputs, heap, configs, numerics)
     for config in configs:
-        warm_up(inputs, heap, config, **numerics)
+        warm_up(inputs, heap, config, numerics)
     del inputs
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -342,11 +340,11 @@ def _measured(
     base: KernelConfig,
     options: Tune,
     agree: Callable[[Any], Any],
-    numerics: Mapping[str, Any],
+    numerics: Numerics,
 ) -> dict[int, Choice]:
     """From the cache of the first rank, else by timing; the first rank then keeps it."""
     shape = heap.layout.shape
-    kernels = {"commit": commit(), "num_candidates": options.num_candidates, **numerics}
+    kernels = {"commit": commit(), "num_candidates": options.num_candidates, **asdict(numerics)}
     found = {name: str(value) for name, value in {**versions(), **kernels}.items()}
     key = CacheKey(shape, hardware.fingerprint, found, buckets.tokens, buckets.max_tokens)
     folder = Path(options.cache).expanduser() if options.cache is not None else None
@@ -364,13 +362,13 @@ def _measured(
 
         def times_us(choice: Choice, inputs: LayerInputs = inputs) -> dict[str, float]:
             config = kernel_config(choice, base)
-            warm_up(inputs, heap, config, **numerics)
-            times, _ = measure_layer(inputs, heap, config, num_calls=_NUM_TIMED, group=group, **numerics)
+            warm_up(inputs, heap, config, numerics)
+            times, _ = measure_layer(inputs, heap, config, numerics, num_calls=_NUM_TIMED, group=group)
             return times
 
         work = Workload.balanced(shape, num_tokens)
         candidates = candidates_to_measure(work, hardware, space, options.num_candidates)
-        compile_ahead(inputs, heap, [kernel_config(choice, base) for choice in candidates], **numerics)
+        compile_ahead(inputs, heap, [kernel_config(choice, base) for choice in candidates], numerics)
         choices[bucket] = choose_by_measuring(candidates, times_us)
         if folder is not None and heap.rank == 0:
             store_choices(folder, key, choices)

@@ -107,10 +107,10 @@ def measure(shape: MoEShape, num_tokens: int, heap: SymmetricHeap) -> list[Sampl
     found = []
     choices = list(configurations(base.num_programs))
     configs = [kernel_config(choice, base) for choice in choices]
-    compile_ahead(inputs, heap, [base, *configs], score_before_experts=False)
+    compile_ahead(inputs, heap, [base, *configs])
     heat(inputs, heap, base)
     for choice, config in zip(choices, configs, strict=True):
-        warm_up(inputs, heap, config, score_before_experts=False)
+        warm_up(inputs, heap, config)
         times_us, _ = measure_layer(inputs, heap, config, num_calls=NUM_CALLS, group=dist.group.WORLD)
         found += samples_of(shape, num_tokens, choice, times_us)
     if dots_in_kernel(num_tokens, shape.top_k, shape.dim):
@@ -120,7 +120,7 @@ def measure(shape: MoEShape, num_tokens: int, heap: SymmetricHeap) -> list[Sampl
 
 def heat(inputs: LayerInputs, heap: SymmetricHeap, config: KernelConfig) -> list[Tensor]:
     """Calls until the GPUs are warm. Returns the results of one."""
-    warm_up(inputs, heap, config, score_before_experts=False)
+    warm_up(inputs, heap, config)
     num_calls = -(-HEATING_TOKENS // len(inputs.x_TD))
     return measure_layer(inputs, heap, config, num_calls=num_calls, group=dist.group.WORLD)[1]
 

@@ -186,7 +186,7 @@ class Bench:
         with heap:
             inputs = LayerInputs.draw(heap, layer.num_tokens)
             of_tiles = [kernel_config(choice_from({launch: (tile, 1, 1) for launch in TUNED}), base) for tile in TILES]
-            compile_ahead(inputs, heap, [base, *of_tiles], score_before_experts=False)
+            compile_ahead(inputs, heap, [base, *of_tiles])
             want = heat(inputs, heap, base)
 
             def times_us(choice: Choice, num_calls: int) -> dict[str, float]:
@@ -194,7 +194,7 @@ class Bench:
                 tiles = {(launch, tile) for launch, (tile, *_) in configs_of(choice).items()}
                 if not tiles <= compiled:
                     compiled.update(tiles)
-                    warm_up(inputs, heap, config, score_before_experts=False)
+                    warm_up(inputs, heap, config)
                 times, results = measure_layer(inputs, heap, config, num_calls=num_calls, group=dist.group.WORLD)
                 check_bits(want, results, choice, dist.group.WORLD)
                 self.samples += samples_of(layer.shape, layer.num_tokens, choice, times)

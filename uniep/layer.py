@@ -27,6 +27,7 @@ from uniep.kernels.launch import only_compiling
 from uniep.kernels.score_grad import dots_in_kernel, launch_score_grad
 from uniep.kernels.timeline import Timeline
 from uniep.kernels.wgrad import default_wgrad_config, launch_wgrad
+from uniep.numerics import STOCK, Numerics
 from uniep.plan.room import Room
 from uniep.plan.token_map import RoutingPlan
 from uniep.symmetric.heap import SymmetricHeap
@@ -78,17 +79,15 @@ def forward_steps(
     w2_LDF: Tensor,
     w3_LFD: Tensor,
     *,
-    score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
+    numerics: Numerics = STOCK,
     save: bool = False,
-    fast: bool = False,
-    compiled: bool = False,
     room: Room | None = None,
     timeline: Timeline | None = None,
 ) -> Generator[None, None, tuple[Tensor, Saved | None]]:
     """One forward without autograd, in steps: exchange, plan, dispatch + up GEMM, down GEMM + combine, the rest.
-    Returns the output, which fast does not change, and what `backward_steps` needs if save. A timeline that is
+    Returns the output, which fast numerics do not change, and what `backward_steps` needs if save. A timeline that is
     recording gets every task.
 
     It stops between launches, so that one host thread can drive the virtual ranks of a GPU side by side: a kernel waits
@@ -103,10 +102,11 @@ def forward_steps(
     (num_tokens, dim), top_k = x_TD.shape, expert_ids_TK.shape[1]
     x_TD, scores_TK = x_TD.contiguous(), scores_TK.contiguous()
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
+    score_before_experts = numerics.score_before_experts
     in_kernel = reduces_in_kernel(num_tokens, dim, score_before_experts=score_before_experts)
     room = room or heap.room
     epoch = heap.next_epoch()
-    keeps_rows = save and not score_before_experts and not fast
+    keeps_rows = save and not score_before_experts and not numerics.fast
     returned = heap.take_returned(keep=keeps_rows)
     launch_exchange_routing(expert_ids_TK, scores_TK, heap, epoch=epoch, returned=returned, timeline=timeline)
     yield
@@ -127,7 +127,7 @@ def forward_steps(
             epoch=epoch,
             score_before_experts=score_before_experts,
             save_halves=save,
-            compiled=compiled,
+            compiled=numerics.compiled,
             timeline=timeline,
         )
         yield
@@ -174,11 +174,9 @@ def backward_steps(
     w2_LDF: Tensor,
     w3_LFD: Tensor,
     *,
-    score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
-    fast: bool = False,
-    compiled: bool = False,
+    numerics: Numerics = STOCK,
     timeline: Timeline | None = None,
 ) -> Generator[None, None, Gradients]:
     """One backward, one launch that waits for peers a step: dispatch + GEMM through w2, gradients of the weights, GEMM
@@ -188,11 +186,11 @@ def backward_steps(
     Args:
         grad_TD: gradients of the output.
         saved: what the forward left.
-        x_TD: the forward's tokens if score_before_experts, else None.
-        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, score_before_experts, heap, config, fast, compiled, timeline:
-            the forward's.
+        x_TD: the forward's tokens if scores go before the experts, else None.
+        scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, heap, config, numerics, timeline: the forward's.
     """
-    scores_at_experts = fast and not score_before_experts
+    score_before_experts = numerics.score_before_experts
+    scores_at_experts = numerics.fast and not score_before_experts
     grad_TD, scores_TK = grad_TD.contiguous(), scores_TK.contiguous()
     expert_ids_TK = expert_ids_TK.contiguous()
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
@@ -209,7 +207,7 @@ def backward_steps(
         config=config,
         epoch=epoch,
         scores_at_experts=scores_at_experts,
-        compiled=compiled,
+        compiled=numerics.compiled,
         timeline=timeline,
     )
     dispatched = torch.cuda.current_stream().record_event() if grad_TD.is_cuda else None
@@ -243,7 +241,7 @@ def backward_steps(
         epoch=epoch,
         score_before_experts=score_before_experts,
         returned=returned,
-        round_all=not fast,
+        round_all=not numerics.fast,
         score_parts_RP=rows.score_parts_RP,
         timeline=timeline,
     )
@@ -301,9 +299,7 @@ def compile_layer(
     *tensors: Tensor,
     heap: SymmetricHeap,
     configs: Sequence[KernelConfig],
-    score_before_experts: bool,
-    fast: bool = False,
-    compiled: bool = False,
+    numerics: Numerics = STOCK,
     num_threads: int = 8,
 ) -> None:
     """Compiles what forwards and backwards with any of these configurations launch, num_threads kernels at once. None
@@ -311,14 +307,9 @@ def compile_layer(
 
     Args:
         grad_TD: as `backward_steps` takes it. The values of all tensors are of no account.
-        x_TD, tensors, heap, score_before_experts, fast, compiled: as `fused_moe` takes them.
+        x_TD, tensors, heap, numerics: as `fused_moe` takes them.
     """
-    more: dict[str, Any] = {
-        "score_before_experts": score_before_experts,
-        "heap": heap,
-        "fast": fast,
-        "compiled": compiled,
-    }
+    more: dict[str, Any] = {"heap": heap, "numerics": numerics}
     with only_compiling(num_threads):
         for config in configs:
             steps = forward_steps(x_TD, *tensors, config=config, save=True, room=Room(heap.layout), **more)
@@ -374,7 +365,7 @@ class _FusedMoE(torch.autograd.Function):
         inputs = (scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
         out_TD, saved = _finish(forward_steps(x_TD, *inputs, save=True, room=room, **options), on_step)
         assert saved is not None
-        saved_x = x_TD if options["score_before_experts"] else None
+        saved_x = x_TD if options["numerics"].score_before_experts else None
         rows = (saved.x_RD, saved.g_RF, saved.u_RF, saved.scores_WMK, saved.y_TKD)
         ctx.save_for_backward(saved_x, *inputs, *rows, *saved.plan.tensors)
         ctx.options = options
@@ -401,11 +392,9 @@ def fused_moe(
     w2_LDF: Tensor,
     w3_LFD: Tensor,
     *,
-    score_before_experts: bool,
     heap: SymmetricHeap,
     config: KernelConfig,
-    fast: bool = False,
-    compiled: bool = False,
+    numerics: Numerics = STOCK,
     room: Room | None = None,
     timeline: Timeline | None = None,
     on_step: Callable[[int], None] | None = None,
@@ -419,26 +408,16 @@ def fused_moe(
         scores_TK: fp32 routing scores.
         expert_ids_TK: distinct experts of each token, in [0, E).
         w1_LFD, w2_LDF, w3_LFD: this rank's experts; taken in bf16.
-        score_before_experts: scale the experts' inputs instead of their outputs.
         heap: open, of the layer's shape; shared by all layers of that shape.
         config: how the kernels share the GPU.
-        fast: let the backward round less often and take the gradients of the scores at the experts: other bits than
-            the reference's, the same on every run.
-        compiled: SwiGLU as torch.compile rounds it, for models whose stock block is compiled.
+        numerics: as the model's stock block has them; or fast.
         room: the layer's, which follows its routing from forward to forward; the heap's if it has none.
         timeline: records every task of this layer while it is recording, and changes no bit.
         on_step: for timing, called with a number of FORWARD_STEPS before each step of a forward that autograd records.
             Where rows had no room, there are more steps.
     """
     tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
-    options = {
-        "score_before_experts": score_before_experts,
-        "heap": heap,
-        "config": config,
-        "fast": fast,
-        "compiled": compiled,
-        "timeline": timeline,
-    }
+    options = {"heap": heap, "config": config, "numerics": numerics, "timeline": timeline}
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _FusedMoE.apply(*tensors, room, on_step, options)
     return fused_forward(*tensors, room=room, **options)

@@ -17,6 +17,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 
+from uniep.numerics import STOCK, Numerics
+
 # torch._grouped_mm wants a group's first row at 16 bytes: 8 bf16 rows, TorchTitan's TOKEN_GROUP_ALIGN_SIZE_M.
 GROUP_ALIGN_ROWS = 8
 
@@ -166,10 +168,10 @@ class _ReferenceMoE(torch.autograd.Function):
         w1_LFD: Tensor,
         w2_LDF: Tensor,
         w3_LFD: Tensor,
-        score_before_experts: bool,
         group: dist.ProcessGroup | None,
-        compiled: bool,
+        numerics: Numerics,
     ) -> Tensor:
+        score_before_experts = numerics.score_before_experts
         (num_tokens, dim), top_k = x_TD.shape, expert_ids_TK.shape[1]
         compute_dtype = _compute_dtype(x_TD)
         w1, w2, w3 = (w.to(compute_dtype) for w in (w1_LFD, w2_LDF, w3_LFD))
@@ -181,7 +183,7 @@ class _ReferenceMoE(torch.autograd.Function):
         a_PD = dispatch(rows_ND, routes, group).to(compute_dtype)
         gate_PF = grouped_mm(a_PD, w1.transpose(1, 2), routes.ends_L)
         up_PF = grouped_mm(a_PD, w3.transpose(1, 2), routes.ends_L)
-        h_of, grads_of = compiled_swiglu(x_TD.device.type) if compiled else (swiglu, swiglu_grads)
+        h_of, grads_of = compiled_swiglu(x_TD.device.type) if numerics.compiled else (swiglu, swiglu_grads)
         y_PD = grouped_mm(h_of(gate_PF, up_PF), w2.transpose(1, 2), routes.ends_L).to(x_TD.dtype)
         y_TKD = combine(y_PD, routes, group).view(num_tokens, top_k, dim)
         if score_before_experts:
@@ -231,7 +233,7 @@ class _ReferenceMoE(torch.autograd.Function):
             grad_rows_ND = (grad_rows_NF32 * scores_TK.reshape(-1, 1)).to(dtype)
         grad_x_TD = sum_by_expert(grad_rows_ND.view(num_tokens, top_k, dim), expert_ids_TK)
         grad_w1, grad_w2, grad_w3 = grad_w1.to(w1_LFD.dtype), grad_w2.to(w2_LDF.dtype), grad_w3.to(w3_LFD.dtype)
-        return grad_x_TD, grad_scores_TK, None, grad_w1, grad_w2, grad_w3, None, None, None
+        return grad_x_TD, grad_scores_TK, None, grad_w1, grad_w2, grad_w3, None, None
 
 
 def reference_moe(
@@ -242,9 +244,8 @@ def reference_moe(
     w2_LDF: Tensor,
     w3_LFD: Tensor,
     *,
-    score_before_experts: bool,
     group: dist.ProcessGroup | None,
-    compiled: bool = False,
+    numerics: Numerics = STOCK,
 ) -> Tensor:
     """The routed experts of one MoE layer, from the router's choice to the combined output, with autograd.
 
@@ -253,17 +254,17 @@ def reference_moe(
         scores_TK: fp32 routing scores.
         expert_ids_TK: int64 in [0, E), the experts of each token.
         w1_LFD, w2_LDF, w3_LFD: this rank's experts, out = w2 (silu(w1 x) * w3 x).
-        score_before_experts: scale the experts' inputs instead of their outputs.
         group: the expert-parallel ranks, or None for one rank.
-        compiled: SwiGLU as torch.compile rounds it, for models whose stock block is compiled.
+        numerics: as the stock block has them; not fast, which the fused kernels alone can be.
 
     Returns:
         out_TD in the dtype of x_TD.
 
     Source: torchtitan.models.moe.moe.MoE.forward, torchtitan.distributed.expert_parallel.ExpertParallel.
     """
-    tensors = (x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD)
-    return _ReferenceMoE.apply(*tensors, score_before_experts, group, compiled)
+    if numerics.fast:
+        raise ValueError(f"numerics must be the stock block's, got {numerics}")
+    return _ReferenceMoE.apply(x_TD, scores_TK, expert_ids_TK, w1_LFD, w2_LDF, w3_LFD, group, numerics)
 
 
 def _all_to_all(

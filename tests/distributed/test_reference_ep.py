@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.processes import run_ranks
+from uniep.numerics import Numerics
 from uniep.reference import reference_moe
 
 NUM_EXPERTS, DIM, HIDDEN_DIM = 8, 16, 24
@@ -84,9 +85,8 @@ def run_cases(score_before_experts: bool, dtype: torch.dtype) -> dict[str, Resul
         scores_TK = torch.cat([b.scores_TK for b in mine]).requires_grad_()
         w1, w2, w3 = (w.chunk(num_ranks)[rank].clone().requires_grad_() for w in weights)
         expert_ids_TK = torch.cat([b.expert_ids_TK for b in mine])
-        out_TD = reference_moe(
-            x_TD, scores_TK, expert_ids_TK, w1, w2, w3, score_before_experts=score_before_experts, group=group
-        )
+        numerics = Numerics(score_before_experts)
+        out_TD = reference_moe(x_TD, scores_TK, expert_ids_TK, w1, w2, w3, group=group, numerics=numerics)
         out_TD.backward(torch.cat([b.grad_TD for b in mine]))
         results[name] = {"out": out_TD.detach()}
         for leaf_name, leaf in {"x": x_TD, "scores": scores_TK, "w1": w1, "w2": w2, "w3": w3}.items():

@@ -22,6 +22,7 @@ from torch import Tensor
 from tests.gpu.hold import hold_multiprocessors
 from uniep.kernels.config import default_config
 from uniep.layer import fused_forward, fused_moe
+from uniep.numerics import Numerics
 from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
 from uniep.shapes import MoEShape
@@ -117,10 +118,10 @@ def main() -> None:
     torch.manual_seed(1 + rank)
     up_shape, down_shape = (num_local, shape.hidden_dim, shape.dim), (num_local, shape.dim, shape.hidden_dim)
     w1, w2, w3 = (torch.randn(s, device=device).mul_(0.02).bfloat16() for s in (up_shape, down_shape, up_shape))
-    score = {"score_before_experts": arguments.score_before_experts}
+    numerics = Numerics(arguments.score_before_experts)
 
     with open_heap(layout, group=group, device=device, timeout_s=arguments.timeout_s) as heap:
-        fused = partial(fused_moe, heap=heap, config=config, **score)
+        fused = partial(fused_moe, heap=heap, config=config, numerics=numerics)
         for region in ("received", "returned"):
             heap.region(region).fill_(float("nan"))
         unequal = 0
@@ -133,7 +134,7 @@ def main() -> None:
             ids = logits.topk(shape.top_k).indices
             inputs = [x, scores, ids, w1, w2, w3]
             grad = torch.randn(num_tokens, shape.dim, device=device).bfloat16()
-            expected = run_layer(partial(reference_moe, group=group, **score), inputs, grad)
+            expected = run_layer(partial(reference_moe, group=group, numerics=numerics), inputs, grad)
             unequal += num_unequal(run_layer(fused, inputs, grad), expected)
             heap.check()
         totals = torch.tensor([unequal], device=device)
@@ -150,7 +151,7 @@ def main() -> None:
             dist.barrier()
             if rank != arguments.absent_rank:
                 try:
-                    fused_forward(*inputs, heap=heap, config=config, **score)
+                    fused_forward(*inputs, heap=heap, config=config, numerics=numerics)
                     heap.check()
                 except RuntimeError as error:
                     print(f"{type(error).__name__}: {error}", flush=True)

@@ -22,7 +22,7 @@ from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import moe as moe_module
 
 from recipes.backend import open_backend
-from recipes.config import UniEP
+from recipes.config import Tune, UniEP
 from recipes.experts import UniEPMoE
 from tools.moe_layers import named_shapes
 from uniep.shapes import MoEShape
@@ -116,7 +116,8 @@ def compare(
             MoEShape(case.E, case.K, case.D, case.F, mesh.size()),
             max_tokens=case.T,
             ep_mesh=mesh,
-            options=UniEP(symmetric_memory=memory),
+            options=UniEP(symmetric_memory=memory, tune=Tune(mode="off")),
+            score_before_experts=case.score_before_experts,
             compiled=compiled,
         )
         ours = UniEPMoE(stock, backend, ep_mesh=mesh)

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tests.gpu.test_fused_forward import Case
+from tests.gpu.virtual_layer import Case
 from tests.processes import run_on_two_gpus
 from tests.recipe.runs import read_run, read_steps
 from uniep.layer import backward_steps, forward_steps
@@ -60,7 +60,6 @@ def test_a_layer_learns_while_its_routing_drifts():
     down_shape = (case.num_local, case.dim, case.hidden_dim)
     weights = [[normal(*s) * 0.05 for s in (up_shape, down_shape, up_shape)] for _ in heaps]
     gate = normal(case.dim, shape.num_experts) * 0.05
-    more = {"score_before_experts": False, "config": config}
     losses = torch.zeros(STEPS, num_ranks, device="cuda")
     rows = torch.zeros(STEPS, num_ranks, device="cuda", dtype=torch.int64)
     reserved = []
@@ -74,7 +73,9 @@ def test_a_layer_learns_while_its_routing_drifts():
             ids = (logits + bias).topk(case.top_k).indices
             inputs.append([x_TD, logits.gather(1, ids).softmax(1), ids])
         forwards = [
-            forward_steps(*inputs[heap.rank], *own[heap.rank], heap=heap, save=True, room=rooms[heap.rank], **more)
+            forward_steps(
+                *inputs[heap.rank], *own[heap.rank], heap=heap, save=True, room=rooms[heap.rank], config=config
+            )
             for heap in heaps
         ]
         saved, grads = [], []
@@ -86,7 +87,12 @@ def test_a_layer_learns_while_its_routing_drifts():
             rows[step, rank] = len(kept.x_RD)
         backwards = [
             backward_steps(
-                grads[heap.rank], saved[heap.rank], *[None, *inputs[heap.rank][1:]], *own[heap.rank], heap=heap, **more
+                grads[heap.rank],
+                saved[heap.rank],
+                *[None, *inputs[heap.rank][1:]],
+                *own[heap.rank],
+                heap=heap,
+                config=config,
             )
             for heap in heaps
         ]

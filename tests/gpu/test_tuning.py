@@ -12,6 +12,7 @@ from tests.gpu.bucket_training import num_compiled
 from uniep.autotune.hardware import shipped
 from uniep.kernels.config import default_config
 from uniep.layer import fused_moe
+from uniep.numerics import Numerics
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.virtual_ranks import open_virtual_ranks
@@ -28,11 +29,12 @@ SHAPE = MoEShape(32, 4, 1024, 512)
 @pytest.mark.parametrize("mode", ["model", "measured"])
 def test_steps_of_all_buckets(mode: Any, score_before_experts: bool, tmp_path) -> None:
     (heap,) = open_virtual_ranks(HeapLayout(SHAPE, 4096), device="cuda")
+    numerics = Numerics(score_before_experts)
     base = default_config(heap.device)
     options = Tune(
         mode=mode, bucket_tokens=1024, cache=str(tmp_path), num_candidates=3, watch_calls=1, watch_samples=1000
     )
-    tuner, _ = open_tuner(heap, None, base=base, options=options, score_before_experts=score_before_experts)
+    tuner, _ = open_tuner(heap, None, base=base, options=options, numerics=numerics)
     before = num_compiled()
     for num_tokens in (200, 1024, 1025, 2500, 4096):
         inputs = LayerInputs.draw(heap, num_tokens)
@@ -40,7 +42,7 @@ def test_steps_of_all_buckets(mode: Any, score_before_experts: bool, tmp_path) -
             tensor.requires_grad_()
             for tensor in (inputs.x_TD, inputs.scores_TK, inputs.w1_LFD, inputs.w2_LDF, inputs.w3_LFD)
         ]
-        more: dict[str, Any] = {"score_before_experts": score_before_experts, "heap": heap}
+        more: dict[str, Any] = {"heap": heap, "numerics": numerics}
         out = tuner.run(x, scores, inputs.expert_ids_TK, *weights, **more)
         got = [out, *torch.autograd.grad(out, leaves, inputs.grad_TD)]
         assert num_compiled() == before, "a step compiled"
@@ -57,7 +59,7 @@ def test_steps_of_all_buckets(mode: Any, score_before_experts: bool, tmp_path) -
 def test_what_was_compiled_ahead_runs() -> None:
     (heap,) = open_virtual_ranks(HeapLayout(SHAPE, 2048, num_kept=1), device="cuda")
     inputs, config = LayerInputs.draw(heap, 2048), default_config(heap.device)
-    compile_ahead(inputs, heap, [config], score_before_experts=False)
+    compile_ahead(inputs, heap, [config])
     before = num_compiled()
     assert before
     warm_up(inputs, heap, config)

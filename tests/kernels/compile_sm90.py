@@ -28,6 +28,7 @@ from uniep.kernels.config import LAUNCHES, KernelConfig
 from uniep.kernels.timeline import Timeline
 from uniep.kernels.wgrad import WgradConfig
 from uniep.layer import backward_steps, forward_steps
+from uniep.numerics import Numerics
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -142,16 +143,15 @@ def capture_launches(
         timeline.start()
     tensors = (scores, ids, w1, w2, w3)
     more: dict[str, Any] = {
-        "score_before_experts": score_before_experts,
         "heap": heap,
         "config": replace(config, wgrad=WgradConfig(config.num_programs, use_tma=config.up.use_tma)),
-        "compiled": compiled,
         "timeline": timeline,
     }
+    numerics = Numerics(score_before_experts, compiled)
     with mock.patch("uniep.layer.reduces_in_kernel", return_value=True):
-        saved = finish(forward_steps(x, *tensors, save=True, **more))[1]
+        saved = finish(forward_steps(x, *tensors, save=True, numerics=numerics, **more))[1]
         for fast in (False, True):
-            finish(backward_steps(x, saved, x, *tensors, fast=fast, **more))
+            finish(backward_steps(x, saved, x, *tensors, numerics=replace(numerics, fast=fast), **more))
     return captures
 
 

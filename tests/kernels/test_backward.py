@@ -64,9 +64,9 @@ def run_layer(inputs: list[Tensor], expert_ids: Tensor, case: Case, heap: Symmet
         scores,
         expert_ids,
         *weights,
-        score_before_experts=case.score_before_experts,
         heap=heap,
         config=backward_config(case.config),
+        numerics=case.numerics,
     )
 
 

@@ -118,7 +118,7 @@ def test_closed_heap_is_refused() -> None:
 def test_inputs_are_checked() -> None:
     heap = open_virtual_ranks(LAYOUT, device="cpu")[0]
     w1, w2, w3 = BATCH.weights(0)
-    good = {"score_before_experts": False, "heap": heap, "config": CONFIG}
+    good = {"heap": heap, "config": CONFIG}
     ids, scores = IDS[0], BATCH.scores[0]
     with pytest.raises(ValueError, match=r"x must be bfloat16 \[T, 64\], got torch.float32 \[3, 64\]"):
         fused_forward(BATCH.x[0].float(), scores, ids, w1, w2, w3, **good)
@@ -132,7 +132,7 @@ def test_inputs_are_checked() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
 def test_expert_ids_are_whole_numbers(dtype: torch.dtype) -> None:
     heap = open_virtual_ranks(LAYOUT, device="cpu")[0]
-    options = {"score_before_experts": False, "heap": heap, "config": CONFIG}
+    options = {"heap": heap, "config": CONFIG}
     with pytest.raises(ValueError, match=f"expert ids must be int32 or int64, got {dtype}"):
         fused_forward(BATCH.x[0], BATCH.scores[0], IDS[0].to(dtype), *BATCH.weights(0), **options)
 

@@ -47,8 +47,8 @@ CASES = {name: replace(BACKWARD_CASES[name], exact=False) for name in NAMES_OF_C
 
 def run_forward(inputs: list[Tensor], ids: Tensor, case: Case, heap: SymmetricHeap) -> Tensor:
     x, scores, *weights = inputs
-    more = {"score_before_experts": case.score_before_experts, "heap": heap, "config": backward_config(case.config)}
-    return fused_moe(x, scores, ids, *weights, **more, fast=True)
+    numerics = replace(case.numerics, fast=True)
+    return fused_moe(x, scores, ids, *weights, heap=heap, config=backward_config(case.config), numerics=numerics)
 
 
 def poison_all(heap: SymmetricHeap) -> None:

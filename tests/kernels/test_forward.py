@@ -10,6 +10,7 @@ from tests.kernels.oracle import Batch, draw_batch, moe_ref, poison_new_tensors
 from tests.kernels.ranks import run_ranks
 from uniep.kernels.config import KernelConfig, default_config
 from uniep.layer import fused_forward
+from uniep.numerics import Numerics
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -48,6 +49,10 @@ class Case:
     @property
     def shape(self) -> MoEShape:
         return MoEShape(self.num_local * self.num_ranks, self.top_k, self.dim, self.hidden_dim, self.num_ranks)
+
+    @property
+    def numerics(self) -> Numerics:
+        return Numerics(self.score_before_experts)
 
     @property
     def layout(self) -> HeapLayout:
@@ -130,9 +135,9 @@ def test_equals_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 w1,
                 w2,
                 w3,
-                score_before_experts=case.score_before_experts,
                 heap=heap,
                 config=case.config,
+                numerics=case.numerics,
             )
             heap.check()
             assert not heap.scoreboard.counters.any()
@@ -160,8 +165,8 @@ def test_rank_that_comes_late() -> None:
             if call % 2 == heap.rank:
                 time.sleep(1.0)
             inputs = (batch.x[heap.rank], batch.scores[heap.rank], batch.expert_ids[heap.rank])
-            more = {"score_before_experts": False, "heap": heap, "config": CONFIG}
-            outs.append(fused_forward(*inputs, *batch.weights(heap.rank), **more).float().numpy())
+            out = fused_forward(*inputs, *batch.weights(heap.rank), heap=heap, config=CONFIG)
+            outs.append(out.float().numpy())
         return outs
 
     for rank, outs in enumerate(run_ranks(case.layout, body)):

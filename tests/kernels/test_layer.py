@@ -11,6 +11,7 @@ from tests.kernels.oracle import draw_batch
 from tests.kernels.ranks import run_ranks
 from tests.kernels.test_forward import CONFIG
 from uniep.layer import fused_moe
+from uniep.numerics import Numerics
 from uniep.plan.layout import HeapLayout
 from uniep.reference import reference_moe
 from uniep.shapes import MoEShape
@@ -26,8 +27,10 @@ def open_group(tmp_path: Path, rank: int) -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-@pytest.mark.parametrize(("score_before_experts", "compiled"), [(False, False), (True, False), (False, True)])
-def test_gradients_are_the_references(score_before_experts: bool, compiled: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "numerics", [Numerics(), Numerics(score_before_experts=True), Numerics(compiled=True)], ids=str
+)
+def test_gradients_are_the_references(numerics: Numerics, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.rand(num, 6, generator=generator).topk(3).indices for num in (7, 5)]
     batch = draw_batch(SHAPE, ids, seed=1, exact=True)
@@ -47,8 +50,7 @@ def test_gradients_are_the_references(score_before_experts: bool, compiled: bool
             torch.use_deterministic_algorithms("on_step" in more)
             inputs = [t.clone().requires_grad_() for t in (batch.x[rank], batch.scores[rank], *batch.weights(rank))]
             x, scores, w1, w2, w3 = inputs
-            scored = {"score_before_experts": score_before_experts, "compiled": compiled}
-            out = moe(x, scores, ids[rank], w1, w2, w3, **scored, **more)
+            out = moe(x, scores, ids[rank], w1, w2, w3, numerics=numerics, **more)
             grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
             results.append((out.detach(), *grads))
         # The layer keeps deterministic mode from filling its buffers, and only its own.

@@ -60,7 +60,6 @@ def recorded() -> list[Recorded]:
                 scores,
                 batch.expert_ids[heap.rank],
                 *weights,
-                score_before_experts=False,
                 heap=heap,
                 config=config,
                 timeline=timeline,

@@ -20,6 +20,7 @@ from uniep.autotune.hardware import DISPATCHES, TILES, TUNED
 from uniep.kernels.config import KernelConfig, default_config
 from uniep.kernels.wgrad import WgradConfig
 from uniep.layer import FORWARD_STEPS, compile_layer, fused_moe
+from uniep.numerics import Numerics
 from uniep.plan.layout import HeapLayout
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import SymmetricHeap
@@ -75,7 +76,7 @@ def results(configs: list[KernelConfig], score_before_experts: bool, *, compiles
             inputs = leaves(batch, heap.rank)
             x, scores, *weights = inputs
             tensors = (x, scores, ids[heap.rank], *weights)
-            more: dict[str, Any] = {"score_before_experts": score_before_experts, "heap": heap}
+            more: dict[str, Any] = {"heap": heap, "numerics": Numerics(score_before_experts)}
             if compiles:
                 compile_layer(grads[heap.rank], *tensors, configs=[config, DEFAULT], **more)
             out = fused_moe(*tensors, config=config, **more)
@@ -125,7 +126,7 @@ def test_compiling_runs_nothing() -> None:
     written += [getattr(heap.scoreboard, name) for name in ("input_ready", "output_ready", "counters", "watch")]
     for tensor in written:
         tensor.view(torch.uint8).fill_(0x5A)
-    compile_ahead(inputs, heap, [DEFAULT, of_tile("wide3")], score_before_experts=False)
+    compile_ahead(inputs, heap, [DEFAULT, of_tile("wide3")])
     for tensor in written:
         assert (tensor.view(torch.uint8) == 0x5A).all()
 
@@ -142,7 +143,7 @@ def test_each_step_of_a_recorded_forward_is_told() -> None:
                 heap.room.num_rows = room
             numbers: list[int] = []
             x, scores, *weights = leaves(batch, heap.rank)
-            options: dict[str, Any] = {"score_before_experts": False, "heap": heap, "config": DEFAULT}
+            options: dict[str, Any] = {"heap": heap, "config": DEFAULT}
             fused_moe(x, scores, ids[heap.rank], *weights, **options, on_step=numbers.append)
             told.append(numbers)
         return told
@@ -165,7 +166,7 @@ def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pyte
         measured.append(len(inputs.x_TD))
         return dict.fromkeys(TUNED, 1000.0 - len(measured)), []
 
-    monkeypatch.setattr("recipes.tuning.warm_up", lambda inputs, heap, config, **kwargs: warmed.append(config))
+    monkeypatch.setattr("recipes.tuning.warm_up", lambda inputs, heap, config, *_: warmed.append(config))
     monkeypatch.setattr("recipes.tuning.measure_layer", measure)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: H200)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
@@ -176,14 +177,14 @@ def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pyte
     base = of_tile("narrow")
     starts = []
     for _ in range(2):
-        tuner, _ = open_tuner(heap, None, base=base, options=options, score_before_experts=False)
+        tuner, _ = open_tuner(heap, None, base=base, options=options)
         starts.append([tuner.config(num_tokens) for num_tokens in (5, 12)])
     assert starts[0] == starts[1]
     # Two configurations for each of two buckets, once.
     assert measured == ([8, 8, 12, 12] if mode == "measured" else [])
     # Of a tree that differs from its commit nothing is kept or found.
     monkeypatch.setenv("RECIPE_COMMIT", "0123abc+changes")
-    open_tuner(heap, None, base=base, options=options, score_before_experts=False)
+    open_tuner(heap, None, base=base, options=options)
     assert measured == ([8, 8, 12, 12] * 2 if mode == "measured" else [])
     for config in starts[0]:
         for launch in TUNED:
@@ -191,8 +192,7 @@ def test_a_tuner_is_opened_and_runs(mode: str, tmp_path: Path, monkeypatch: pyte
 
     batch = draw_batch(shape, [torch.rand(12, 4).topk(2).indices], seed=1, exact=False)
     inputs = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
-    more: dict[str, Any] = {"score_before_experts": False, "heap": heap}
-    assert torch.equal(tuner.run(*inputs, **more), fused_moe(*inputs, **more, config=DEFAULT))
+    assert torch.equal(tuner.run(*inputs, heap=heap), fused_moe(*inputs, heap=heap, config=DEFAULT))
 
 
 @pytest.mark.parametrize("mode", ["off", "model"])
@@ -220,8 +220,7 @@ def test_the_layers_of_an_opened_backend_run(mode: str, layer: int, monkeypatch:
 
     batch = draw_batch(shape, [torch.rand(12, 4).topk(2).indices], seed=1, exact=False)
     inputs = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
-    got = backend.run(*inputs, score_before_experts=False)
-    assert torch.equal(got, fused_moe(*inputs, score_before_experts=False, heap=heaps[0], config=DEFAULT))
+    assert torch.equal(backend.run(*inputs), fused_moe(*inputs, heap=heaps[0], config=DEFAULT))
     assert opened.layout == heaps[0].layout
     assert opened.symmetric_gib == 0.0, "one rank's is torch's own memory, which is counted already"
     assert opened.start_up.keys() == ({"tuner_chose", "tuner_compiled"} if mode == "model" else set())

@@ -19,6 +19,7 @@ from recipes.parallelize import _max_tokens
 from tests.recipe.runs import ROOT, TOKENIZER
 from uniep.autotune.hardware import TILES, shipped
 from uniep.kernels.config import KernelConfig
+from uniep.numerics import Numerics
 from uniep.shapes import MoEShape
 from uniep.symmetric.heap import HeapError, MissingPeerError
 
@@ -510,7 +511,7 @@ def test_numerics_reach_the_layer_and_the_record(numerics, fast, monkeypatch):
     options = UniEP(numerics=numerics, tune=Tune(mode="off"))
     backend = backend_module.open_backend("uniep", shape, max_tokens=4, ep_mesh=None, options=options)
     backend.run()
-    assert given["fast"] is fast
+    assert given["numerics"] == Numerics(fast=fast)
     assert backend.facts["numerics"] == numerics
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,6 +250,8 @@ def test_on_gpus_the_allocators_segments_grow(executed, monkeypatch):
     """As TorchTitan's script starts it, unless the user has chosen under either name."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     run_main()
     assert executed[0][1]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):

@@ -405,14 +405,14 @@ def dtypes_inside_fsdp() -> dict[str, torch.dtype]:
     dist.init_process_group("gloo")
     seen = {}
 
-    def spy(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, w1: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def spy(x_TD: Tensor, scores_TK: Tensor, expert_ids_TK: Tensor, w1: Tensor, *args: Tensor) -> Tensor:
         seen.update(x=x_TD.dtype, scores=scores_TK.dtype, expert_ids=expert_ids_TK.dtype, w1=w1.dtype)
-        return reference_moe(x_TD, scores_TK, expert_ids_TK, w1, *args, group=None, **kwargs)
+        return reference_moe(x_TD, scores_TK, expert_ids_TK, w1, *args, group=None)
 
     stock = GroupedExperts(dim=16, hidden_dim=8, num_experts=4, use_grouped_mm=True)
     with torch.no_grad():
         stock.init_weights(0.02)
-    module = RoutedExperts(stock, RoutedBackend("spy", spy), score_before_experts=False, ep_mesh=None)
+    module = RoutedExperts(stock, RoutedBackend("spy", spy), ep_mesh=None)
     fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     scores_TK = torch.rand(6, 2, requires_grad=True)
     expert_ids_TK = torch.rand(6, 4).argsort(1)[:, :2]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from uniep.numerics import Numerics
 from uniep.reference import reference_moe, sum_by_expert, sum_over_k
 
 D, F = 12, 20
@@ -67,8 +68,8 @@ def run_reference(inputs: Inputs, expert_ids_TK: Tensor, score_before_experts: b
         leaves.w1_EFD,
         leaves.w2_EDF,
         leaves.w3_EFD,
-        score_before_experts=score_before_experts,
         group=None,
+        numerics=Numerics(score_before_experts),
     )
     out_TD.backward(grad_of_out(inputs))
     return _results(out_TD, leaves)
