@@ -98,9 +98,9 @@ def resolve_backend(config: JobConfig, world_size: int) -> Backend:
 def refused_tokens(config: JobConfig, world_size: int) -> str | None:
     """Why the fused kernels, which take bf16 tokens, cannot run a config; None where its tokens are bf16.
 
-    FSDP casts the tokens of every module. Without it TorchTitan trains under autocast, where a norm's output, which is
-    what the MoE block gets, is fp32 whatever it is made of (from torch 2.13 on; the rule is one for all versions); in
-    pipeline stages, or for a dtype that autocast does not know, there is none.
+    FSDP casts the tokens of every module. Without it TorchTitan trains under autocast (but in pipeline stages), also
+    where mixed_precision_param is "float32". The MoE block gets a norm's output, which autocast leaves in the dtype of
+    its input with torch 2.11, and makes fp32 with torch 2.13.
     """
     training, parallelism = config.training, config.parallelism
     pipeline, context = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
@@ -109,21 +109,15 @@ def refused_tokens(config: JobConfig, world_size: int) -> str | None:
         others = parallelism.data_parallel_replicate_degree * context * parallelism.tensor_parallel_degree * pipeline
         shard = world_size // max(others, 1)
     rule = 'with [uniep] backend = "uniep"'
-    if shard > 1 or context > 1:
-        if training.mixed_precision_param != "bfloat16":
-            return f'[training] mixed_precision_param must be "bfloat16" {rule}, got "{training.mixed_precision_param}"'
-        return None
-    if training.dtype != "bfloat16":
-        return (
-            f'[training] dtype must be "bfloat16" {rule} where no FSDP casts the tokens (one GPU, or none that shards '
-            f'with another), got "{training.dtype}"'
-        )
-    if training.mixed_precision_param != "float32" and pipeline == 1:
-        return (
-            f'[training] mixed_precision_param must be "float32" {rule} where no FSDP casts the tokens (one GPU, or '
-            "none that shards with another), because autocast makes them float32 from torch 2.13 on, "
-            f'got "{training.mixed_precision_param}"'
-        )
+    casts = shard > 1 or context > 1
+    if not casts:
+        rule += " where no FSDP casts the tokens (one GPU, or none that shards with another)"
+        if pipeline == 1 and torch.__version__ >= "2.12":
+            return f"torch must be 2.11, whose autocast keeps bfloat16 norms, {rule}, got {torch.__version__}"
+        if training.dtype != "bfloat16":
+            return f'[training] dtype must be "bfloat16" {rule}, got "{training.dtype}"'
+    if training.mixed_precision_param != "bfloat16" and (casts or pipeline == 1):
+        return f'[training] mixed_precision_param must be "bfloat16" {rule}, got "{training.mixed_precision_param}"'
     return None
 
 

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from recipes import backend as backend_module
 from recipes.checks import check_config
@@ -619,35 +620,29 @@ def test_what_the_fused_kernels_need(arguments, env, expected, on_gpu, monkeypat
     assert expected in says("--uniep.backend=uniep", *arguments)
 
 
-WITHOUT_FSDP = "where no FSDP casts the tokens"
-BF16_TOKENS = ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"]
+RULE = 'with [uniep] backend = "uniep"'
+WITHOUT_FSDP = f"{RULE} where no FSDP casts the tokens"
+REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
+FP32, BF16_WEIGHTS = "--training.mixed_precision_param=float32", "--training.dtype=bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "num_ranks", "expected"),
+    ("version", "arguments", "num_ranks", "expected"),
     [
-        ([], 1, f'[training] dtype must be "bfloat16" with [uniep] backend = "uniep" {WITHOUT_FSDP}'),
-        (
-            ["--parallelism.data_parallel_replicate_degree=2"],
-            2,
-            f'[training] dtype must be "bfloat16" with [uniep] backend = "uniep" {WITHOUT_FSDP}',
-        ),
-        (
-            ["--training.dtype=bfloat16"],
-            1,
-            f'[training] mixed_precision_param must be "float32" with [uniep] backend = "uniep" {WITHOUT_FSDP}',
-        ),
-        (
-            ["--training.mixed_precision_param=float32"],
-            2,
-            '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"',
-        ),
-        ([], 2, None),
-        (BF16_TOKENS, 1, None),
+        ("2.11.0", [], 1, f'[training] dtype must be "bfloat16" {WITHOUT_FSDP}'),
+        ("2.11.0", [REPLICAS], 2, f'[training] dtype must be "bfloat16" {WITHOUT_FSDP}'),
+        ("2.11.0", [BF16_WEIGHTS, FP32], 1, f'[training] mixed_precision_param must be "bfloat16" {WITHOUT_FSDP}'),
+        ("2.11.0", [BF16_WEIGHTS], 1, None),
+        ("2.13.0", [BF16_WEIGHTS], 1, f"torch must be 2.11, whose autocast keeps bfloat16 norms, {WITHOUT_FSDP}"),
+        ("2.13.0", [FP32], 2, f'[training] mixed_precision_param must be "bfloat16" {RULE}, got "float32"'),
+        ("2.13.0", [], 2, None),
     ],
 )
-def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(arguments, num_ranks, expected, on_gpu):
+def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(
+    version, arguments, num_ranks, expected, on_gpu, monkeypatch
+):
     on_gpu()
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     options = {"config": "train_configs/qwen3_debug.toml", "num_ranks": num_ranks}
     arguments = ["--parallelism.expert_parallel_degree=1", *arguments]
     job = check(*arguments, **options)
@@ -658,14 +653,14 @@ def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(arguments, num_r
         check("--uniep.backend=uniep", *arguments, **options)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 leaves a norm in the dtype of its input")
-def test_autocast_makes_a_norm_fp32():
-    """Why bf16 weights alone do not make bf16 tokens on one GPU."""
+def test_autocast_makes_a_norm_fp32_but_with_torch_2_11():
+    """Why bf16 weights do not make bf16 tokens on one GPU."""
+    want = torch.bfloat16 if torch.__version__ < "2.12" else torch.float32
     try:
         torch.set_autocast_enabled("cuda", True)
         with FakeTensorMode():
             x, weight = (torch.empty(8, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            assert torch.nn.functional.rms_norm(x, (8,), weight).dtype == torch.float32
+            assert torch.nn.functional.rms_norm(x, (8,), weight).dtype == want
     finally:
         torch.set_autocast_enabled("cuda", False)
 
