@@ -7,7 +7,9 @@ if [[ -z "${PYTHON:-}" ]]; then
   wanted="$(cksum pyproject.toml | cut -d' ' -f1,2) [$extras]"
   # One installation at a time: nodes of a cluster may share this folder.
   exec 9>.setup.lock
-  command -v flock >/dev/null 2>&1 && flock 9
+  if command -v flock >/dev/null 2>&1; then
+    flock 9 || echo "warning: this file system has no locks: let no two first starts run at once" >&2
+  fi
   if ! grep -qxF -- "$wanted" .venv/installed 2>/dev/null; then
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
       base=""

@@ -96,11 +96,10 @@ def resolve_backend(config: JobConfig, world_size: int) -> Backend:
 
 
 def refused_tokens(config: JobConfig, world_size: int) -> str | None:
-    """Why the fused kernels, which take bf16 tokens, cannot run a config; None where its tokens are bf16.
+    """Why the fused kernels, which take bf16 tokens, cannot run a config; None where they can.
 
-    FSDP casts the tokens of every module. Without it TorchTitan trains under autocast (but in pipeline stages), also
-    where mixed_precision_param is "float32". The MoE block gets a norm's output, which autocast leaves in the dtype of
-    its input with torch 2.11, and makes fp32 with torch 2.13.
+    FSDP casts the tokens of every module. Without it TorchTitan trains under autocast, but in pipeline stages: there
+    the tokens may be fp32, and the stock block takes the sum over K with bf16 scores.
     """
     training, parallelism = config.training, config.parallelism
     pipeline, context = parallelism.pipeline_parallel_degree, parallelism.context_parallel_degree
@@ -109,15 +108,17 @@ def refused_tokens(config: JobConfig, world_size: int) -> str | None:
         others = parallelism.data_parallel_replicate_degree * context * parallelism.tensor_parallel_degree * pipeline
         shard = world_size // max(others, 1)
     rule = 'with [uniep] backend = "uniep"'
-    casts = shard > 1 or context > 1
-    if not casts:
-        rule += " where no FSDP casts the tokens (one GPU, or none that shards with another)"
-        if pipeline == 1 and torch.__version__ >= "2.12":
-            return f"torch must be 2.11, whose autocast keeps bfloat16 norms, {rule}, got {torch.__version__}"
-        if training.dtype != "bfloat16":
-            return f'[training] dtype must be "bfloat16" {rule}, got "{training.dtype}"'
-    if training.mixed_precision_param != "bfloat16" and (casts or pipeline == 1):
-        return f'[training] mixed_precision_param must be "bfloat16" {rule}, got "{training.mixed_precision_param}"'
+    if shard > 1 or context > 1:
+        if training.mixed_precision_param != "bfloat16":
+            return f'[training] mixed_precision_param must be "bfloat16" {rule}, got "{training.mixed_precision_param}"'
+        return None
+    if pipeline == 1:
+        return (
+            '[uniep] backend must be "auto", "reference" or "torchtitan" without FSDP (one GPU, or none that shards '
+            'with another), where TorchTitan trains under autocast and rounds otherwise, got "uniep"'
+        )
+    if training.dtype != "bfloat16":
+        return f'[training] dtype must be "bfloat16" {rule} in pipeline stages without FSDP, got "{training.dtype}"'
     return None
 
 
@@ -128,7 +129,7 @@ def open_backend(
     max_tokens: int,
     ep_mesh: DeviceMesh | None,
     options: UniEP,
-    score_before_experts: bool = False,
+    score_before_experts: bool,
     num_layers_waiting: int = 1,
     compiled: bool = False,
     switches: Mapping[str, Any] | None = None,

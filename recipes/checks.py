@@ -127,9 +127,12 @@ def _check_model(config: JobConfig) -> None:
             f'got "{model.flavor}"{did_you_mean(model.flavor, flavors)}'
         )
     args = flavors[model.flavor]
-    if model.n_layers is not None and not 1 <= model.n_layers <= args.n_layers:
+    num_dense = getattr(args, "n_dense_layers", 0)
+    if model.n_layers is not None and not num_dense < model.n_layers <= args.n_layers:
+        why = f", whose first {num_dense} are dense" if num_dense else ""
         raise ConfigError(
-            f'[model] n_layers must be 1 to {args.n_layers} for flavor "{model.flavor}", got {model.n_layers}'
+            f'[model] n_layers must be {num_dense + 1} to {args.n_layers} for flavor "{model.flavor}"{why}, '
+            f"got {model.n_layers}"
         )
     tokenizer = Path(model.hf_assets_path)
     if not tokenizer.is_dir() or not any(
@@ -358,6 +361,17 @@ def _check_ours(config: JobConfig, backend: str) -> None:
         raise ConfigError(
             f'[parallelism] expert_parallel_comm_backend must be "standard" with [uniep] backend = "{backend}", '
             f'got "{parallelism.expert_parallel_comm_backend}"'
+        )
+    schedule = parallelism.pipeline_parallel_schedule
+    pipelined = parallelism.pipeline_parallel_degree > 1 and parallelism.expert_parallel_degree > 1
+    if pipelined and schedule.lower() == "dualpipev" and parallelism.pipeline_parallel_expert_parallel_overlap:
+        raise ConfigError(
+            "[parallelism] pipeline_parallel_expert_parallel_overlap must be false with pipeline_parallel_schedule = "
+            f'"{schedule}" and [uniep] backend = "{backend}", whose blocks come in one order on all ranks, got true'
+        )
+    if quantized := [name for name in config.model.converters if name.startswith("quantize.grouped_mm")]:
+        raise ConfigError(
+            f'[model] converters must not quantize grouped_mm with [uniep] backend = "{backend}", got "{quantized[0]}"'
         )
 
 

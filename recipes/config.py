@@ -99,8 +99,8 @@ class UniEP:
     - "torchtitan": TorchTitan's own block, untouched.
     - "reference": ours in plain PyTorch and collectives, on GPUs and CPUs. The same bits as "torchtitan" on GPUs.
     - "uniep": the fused kernels. The same bits as "torchtitan".
-    - "auto": "uniep" on GPUs, "reference" on CPUs and where the tokens are not bf16, as on a single GPU without FSDP;
-      the log and run.json say which.
+    - "auto": "uniep" on GPUs, "reference" on CPUs and where TorchTitan trains under autocast, as on a single GPU
+      without FSDP; the log and run.json say which.
     """
 
     numerics: Literal["bitwise", "fast"] = "bitwise"

@@ -28,6 +28,8 @@ LOCAL = "local"
 # How the `datasets` library reads a file of each suffix.
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 _HASH_CONTENT_UP_TO_BYTES = 8 << 30
+# Records that are looked at before a run, so that the check of a large file takes no time.
+_CHECKED_RECORDS = 1000
 # A sample of the standard library: about a function.
 _PIECE_CHARACTERS = 1500
 
@@ -120,11 +122,15 @@ def _check_dataset(section: str, options: Any, num_readers: int) -> None:
     key = f"[{section}] dataset_path"
     files = local_files(path, key)
     try:
-        num_texts = sum(1 for text in _first_texts(key, path, files) if text.strip())
+        num_texts = 0
+        for number, text in enumerate(_texts(key, path, files), start=1):
+            num_texts += bool(text.strip())
+            if number >= _CHECKED_RECORDS and num_texts >= num_readers:
+                break
     except _UNREADABLE as error:
         raise _unreadable(key, path, files, error) from error
     if not num_texts:
-        raise DataError(f'{key} must hold text, got "{path}" with none in its first records')
+        raise DataError(f'{key} must hold text, got "{path}" with none')
     if num_texts < num_readers:
         raise DataError(
             f'{key} must hold a text for each of {num_readers} data-parallel ranks, got "{path}" with {num_texts}'
@@ -191,15 +197,15 @@ def _load_local(path: str) -> datasets.Dataset:
     return kept
 
 
-def _first_texts(key: str, path: str, files: list[Path], most: int = 1000) -> Iterator[str]:
+def _texts(key: str, path: str, files: list[Path]) -> Iterator[str]:
     files = _filled(files)
     if not files:
         return
     if _BUILDERS[files[0].suffix] == "text":
-        for file in files[:most]:
+        for file in files:
             yield file.read_text(encoding="utf-8")
         return
-    for number, record in enumerate(_open(files, streaming=True).take(most), start=1):
+    for number, record in enumerate(_open(files, streaming=True), start=1):
         # A record whose text is null is left out, wherever it stands.
         if "text" not in record or not isinstance(record["text"], str | None):
             fields = {name: type(value).__name__ for name, value in record.items()}

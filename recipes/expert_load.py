@@ -128,7 +128,9 @@ class _PartCounter:
         part.register_forward_hook(self._end)
 
     def _begin(self, part: nn.Module, args: Any) -> None:
-        self._kept = [] if part.training and self._counter.enabled else None
+        # Without gradients a pipeline only asks for shapes (with torch 2.11; what 2.13 asks counts in the first step).
+        counts = part.training and torch.is_grad_enabled() and self._counter.enabled
+        self._kept = [] if counts else None
 
     def _keep(self, router: nn.Module, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
         if self._kept is not None:

@@ -171,7 +171,9 @@ def _config_arguments(env: Mapping[str, str], args: list[str], *, has_gpu: bool,
 
 
 def _first_slurm_host(env: Mapping[str, str]) -> str:
-    node_list = env.get("SLURM_JOB_NODELIST", "")
+    # A step's ranks may run on some of the job's nodes only.
+    name = "SLURM_STEP_NODELIST" if env.get("SLURM_STEP_NODELIST") else "SLURM_JOB_NODELIST"
+    node_list = env.get(name, "")
     scontrol = shutil.which("scontrol", path=env.get("PATH"))
     if scontrol is None:
         raise ConfigError(
@@ -183,10 +185,10 @@ def _first_slurm_host(env: Mapping[str, str]) -> str:
         hosts = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"scontrol must resolve SLURM_JOB_NODELIST within {_SCONTROL_TIMEOUT_S} s, got no answer for {node_list!r}"
+            f"scontrol must resolve {name} within {_SCONTROL_TIMEOUT_S} s, got no answer for {node_list!r}"
         ) from None
     if hosts.returncode or not hosts.stdout.strip():
-        raise ConfigError(f"scontrol must resolve SLURM_JOB_NODELIST, got {node_list!r}: {hosts.stderr.strip()}")
+        raise ConfigError(f"scontrol must resolve {name}, got {node_list!r}: {hosts.stderr.strip()}")
     return hosts.stdout.split()[0]
 
 

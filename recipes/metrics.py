@@ -6,7 +6,7 @@ import functools
 import os
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torchtitan.tools.utils import NoColor, device_type
 from recipes.backend import RoutedBackend
 from recipes.data import fingerprint
 from recipes.expert_load import ExpertLoad, ExpertLoadCounter
-from recipes.parallelize import routed_backend
+from recipes.parallelize import routed_backends
 from recipes.progress import SECONDS_PER_DAY, Progress, humanize
 from recipes.records import RunRecords, StepRecord, commit, versions
 from recipes.step_timer import StepTimer, time_moe
@@ -128,7 +128,7 @@ class RecipeMetrics(MetricsProcessor):
             step_time_s=step_time_s,
             tokens_per_second=tokens_per_second,
             tokens_per_day=tokens_per_second * SECONDS_PER_DAY,
-            memory_gib=memory.max_reserved_gib + (self._routed.symmetric_gib if self._routed else 0.0),
+            memory_gib=memory.max_reserved_gib + self._symmetric_gib(),
             data_loading_s=sum(self.data_loading_times),
             forward_backward_s=self.forward_backward.take_s(),
             unix_time_s=time.time(),
@@ -137,7 +137,8 @@ class RecipeMetrics(MetricsProcessor):
         )
         if self._records is not None:
             if self._is_first_step:
-                self._records.note(backend=self._backend(), start_up_s=self._routed.start_up if self._routed else {})
+                start_up_s = sum((Counter(backend.start_up) for backend in self._routed), Counter())
+                self._records.note(backend=self._backend(), start_up_s=dict(start_up_s))
             self._records.write_step(record)
 
         self._tokens_since_console += tokens
@@ -156,6 +157,11 @@ class RecipeMetrics(MetricsProcessor):
         self.ntokens_since_last_log = 0
         self.time_last_log = now
         self.device_memory_monitor.reset_peak_stats()
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        super().log_validation(loss, step, extra_metrics)
+        if self._wandb is not None:
+            self._wandb.log({"validation_metrics/loss": loss, **(extra_metrics or {})}, step)
 
     def note_weights(self, step: int, fingerprints: dict[str, str]) -> None:
         """Records the fingerprints of the weights behind a step, which is the last."""
@@ -202,10 +208,10 @@ class RecipeMetrics(MetricsProcessor):
             "time_metrics/data_loading(%)": 100 * self._data_loading_since_console / self._seconds_since_console,
             "time_metrics/forward_backward(s)": record.forward_backward_s,
             **{f"memory/{name}": value for name, value in memory._asdict().items()},
-            "memory/symmetric_gib": self._routed.symmetric_gib if self._routed else 0.0,
+            "memory/symmetric_gib": self._symmetric_gib(),
             **progress.metrics(),
             **_load_metrics(record.expert_load),
-            **(self._routed.metrics() if self._routed else {}),
+            **(self._routed[0].metrics() if self._routed else {}),
             **extra,
         }
         color, mfu = self.color, ""
@@ -244,8 +250,7 @@ class RecipeMetrics(MetricsProcessor):
                 "backend": {"requested": config.uniep.backend, "ran": None},
                 "data": asdict(fingerprint(config)),
             },
-            may_continue=config.checkpoint.enable
-            and any(Path(config.job.dump_folder, config.checkpoint.folder).glob("step-*")),
+            may_continue=config.checkpoint.enable and _has_checkpoint(config),
         )
         if config.metrics.enable_wandb:
             try:
@@ -255,14 +260,24 @@ class RecipeMetrics(MetricsProcessor):
         return records
 
     @functools.cached_property
-    def _routed(self) -> RoutedBackend | None:
-        """None for TorchTitan's own block. The trainer hands over its model after the processor has been made."""
-        return routed_backend(self.model_parts[0]) if self.model_parts else None
+    def _routed(self) -> list[RoutedBackend]:
+        """Of each part of the model on this rank; none for TorchTitan's own block. The trainer hands over its model
+        after the processor has been made."""
+        return routed_backends(self.model_parts or [])
+
+    def _symmetric_gib(self) -> float:
+        return sum(backend.symmetric_gib for backend in self._routed)
 
     def _backend(self) -> dict[str, Any]:
-        backend = self._routed
-        ran = {"ran": backend.name, **backend.facts} if backend else {"ran": "torchtitan"}
+        # Parts differ in their layers only.
+        ran = next(({"ran": backend.name, **backend.facts} for backend in self._routed), {"ran": "torchtitan"})
         return {"requested": self.job_config.uniep.backend, **ran}
+
+
+def _has_checkpoint(config: JobConfig) -> bool:
+    """One that TorchTitan loads: a crash may have left others."""
+    steps = Path(config.job.dump_folder, config.checkpoint.folder).glob("step-*")
+    return any((step / name).is_file() for step in steps for name in (".metadata", "model.safetensors.index.json"))
 
 
 def build_metrics_processor(

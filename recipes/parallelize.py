@@ -1,6 +1,6 @@
 """Parallelisms for both families, from TorchTitan's own pieces, with the routed experts placed by us."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 from recipes.backend import RoutedBackend, open_backend, refused_tokens, resolve_backend
 from recipes.config import Tune
-from recipes.experts import RoutedExperts, UniEPMoE
+from recipes.experts import UniEPMoE
 from uniep.shapes import MoEShape
 
 _PROFILER_MARKS = {
@@ -65,6 +65,8 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
             num_layers_waiting=_num_layers_waiting(model, job_config),
             compiled=compiles_model(job_config),
         )
+        # Each of its layers holds a part of it.
+        object.__setattr__(model, "_routed_backend", routed)
         with_experts = [block for block in _blocks(model) if block.moe_enabled]
         for number, block in enumerate(with_experts):
             block.moe = UniEPMoE(block.moe, routed.of_layer(number), ep_mesh=ep_mesh)
@@ -99,11 +101,14 @@ def _num_layers_waiting(model: nn.Module, job_config: JobConfig) -> int:
 
 
 def _max_tokens(job_config: JobConfig) -> int:
-    """Of a rank in a microbatch, before the sequence is shared out for context parallelism."""
-    training, validation = job_config.training, job_config.validation
-    num_tokens = training.local_batch_size * training.seq_len
+    """Of a rank in a forward, before the sequence is shared out for context parallelism."""
+    training, validation, parallelism = job_config.training, job_config.validation, job_config.parallelism
+    num_microbatches = 1
+    if parallelism.pipeline_parallel_degree > 1:
+        num_microbatches = max(training.local_batch_size // parallelism.pipeline_parallel_microbatch_size, 1)
+    num_tokens = -(-training.local_batch_size // num_microbatches) * training.seq_len
     if validation.enable:
-        num_tokens = max(num_tokens, validation.local_batch_size * validation.seq_len)
+        num_tokens = max(num_tokens, -(-validation.local_batch_size // num_microbatches) * validation.seq_len)
     return num_tokens
 
 
@@ -115,9 +120,10 @@ def _blocks(model: nn.Module) -> list[Any]:
     return list(model.get_submodule("layers").children())
 
 
-def routed_backend(model: nn.Module) -> RoutedBackend | None:
-    """The backend that a parallelised model's MoE blocks hold; None for TorchTitan's own."""
-    return next((module.backend for module in model.modules() if isinstance(module, RoutedExperts)), None)
+def routed_backends(model_parts: Iterable[nn.Module]) -> list[RoutedBackend]:
+    """What `parallelize` opened for these parts of a model, also for one without a MoE layer; nothing for TorchTitan's
+    own block."""
+    return [part._routed_backend for part in model_parts if hasattr(part, "_routed_backend")]  # type: ignore[misc]
 
 
 def _parallelize(

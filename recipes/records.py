@@ -156,6 +156,7 @@ class RunRecords:
             path.rename(kept / METRICS_FILE)
             if (timeline := self._folder / TIMELINE_FOLDER).exists():
                 timeline.rename(kept / TIMELINE_FOLDER)
+                self._run["timeline"] = []
             logger.warning(f"The records in {self._folder} are of an earlier run; they are kept in {kept}")
         elif path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -7,6 +7,7 @@ and its backwards. `python -m tools.timeline RUN` shows it.
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ class StepTimeline:
     """Switches a layer's timeline on for the listed steps and writes what it recorded.
 
     Args:
-        timeline: of the recorded layer; None where the backend has none.
+        timeline: of the recorded layer; None where this rank has none.
         steps: the steps to record.
         run_folder: where the folder of the files is made.
     """
@@ -40,21 +41,25 @@ class StepTimeline:
 
     def end(self, step: int) -> list[str]:
         """Writes this rank's file. Returns the names of the files of all ranks, none if the step is not recorded."""
-        if self._timeline is None or step not in self._steps:
+        if step not in self._steps:
             return []
-        names = [f"{TIMELINE_FOLDER}/step-{step}.rank-{rank}.npz" for rank in range(torch.distributed.get_world_size())]
-        rank = torch.distributed.get_rank()
-        path = self._run_folder / names[rank]
-        launches = self._timeline.stop()
         # The first step of a new run moves the files of an earlier one aside, on one rank.
         torch.distributed.barrier()
-        write_timeline(
-            path, launches, step=step, rank=rank, num_unrecorded_launches=self._timeline.num_unrecorded_launches
-        )
-        # run.json lists files that are there.
-        torch.distributed.barrier()
+        own = self._write(self._timeline, step) if self._timeline is not None else None
+        # run.json lists files that are there; a stage of a pipeline may have no MoE layer.
+        names: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(names, own)
+        return [name for name in names if name is not None]
+
+    def _write(self, timeline: Timeline, step: int) -> str:
+        """Returns the file's name."""
+        rank = torch.distributed.get_rank()
+        name = f"{TIMELINE_FOLDER}/step-{step}.rank-{rank}.npz"
+        path = self._run_folder / name
+        launches = timeline.stop()
+        write_timeline(path, launches, step=step, rank=rank, num_unrecorded_launches=timeline.num_unrecorded_launches)
         logger.info(f"Step {step}: {sum(len(launch.records_RW) for launch in launches)} tasks are recorded in {path}")
-        return names
+        return name
 
 
 def write_timeline(

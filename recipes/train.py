@@ -15,7 +15,7 @@ from recipes.backend import RoutedBackend
 from recipes.checks import ConfigError, check_config
 from recipes.load import load_config
 from recipes.metrics import RecipeMetrics
-from recipes.parallelize import routed_backend
+from recipes.parallelize import routed_backends
 from recipes.timeline import StepTimeline
 from recipes.weights import fingerprints
 
@@ -31,8 +31,7 @@ class RecipeTrainer(train.Trainer):
         self.metrics_processor.count_experts(self.model_parts, self.model_args)
         if job_config.throughput.time_moe:
             self.metrics_processor.time_moe(self.model_parts)
-        backend = routed_backend(self.model_parts[0])
-        timeline = backend.timeline if backend else None
+        timeline = next((backend.timeline for backend in self._backends() if backend.timeline), None)
         self._timeline = StepTimeline(timeline, job_config.uniep.timeline_steps, job_config.job.dump_folder)
 
     def forward_backward_step(self, **inputs: Any) -> Tensor:
@@ -57,8 +56,7 @@ class RecipeTrainer(train.Trainer):
             backend.close()
 
     def _backends(self) -> list[RoutedBackend]:
-        parts = getattr(self, "model_parts", [])  # missing where the start failed
-        return [backend for part in parts if (backend := routed_backend(part))]
+        return routed_backends(getattr(self, "model_parts", []))  # missing where the start failed
 
 
 class _Parsed:

@@ -1,6 +1,8 @@
 """A fingerprint of a model's weights, so that two runs can be shown to end with the same bits."""
 
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +25,17 @@ def fingerprints(model_parts: Sequence[nn.Module]) -> dict[str, str]:
     tensors: dict[str, Tensor] = {}
     for part in model_parts:
         tensors |= {_plain(name): value for name, value in part.state_dict().items()}
-    if not tensors:
-        return {}
     rank = dist.get_rank() if dist.is_initialized() else 0
-    sums = torch.stack([_sum_of(value, rank * _RANK_STRIDE) for value in tensors.values()])
+    of_ranks: list[Any] = [{name: int(_sum_of(value, rank * _RANK_STRIDE)) for name, value in tensors.items()}]
     if dist.is_initialized():
-        dist.all_reduce(sums)
-    return {name: f"{value & (2**64 - 1):016x}" for name, value in zip(tensors, sums.tolist(), strict=True)}
+        # Not all_reduce: stages of a pipeline have other names.
+        (own,) = of_ranks
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+    sums: Counter[str] = Counter()
+    for of_rank in of_ranks:
+        sums.update(of_rank)
+    return {name: f"{value & (2**64 - 1):016x}" for name, value in sums.items()}
 
 
 def _plain(name: str) -> str:

@@ -240,6 +240,7 @@ def measure(
             max_tokens=layer.num_tokens,
             ep_mesh=ep_mesh,
             options=section,
+            score_before_experts=False,
             num_layers_waiting=int(with_backward),
             switches=switch or {},
         )

@@ -104,7 +104,8 @@ def forward_steps(
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
     score_before_experts = numerics.score_before_experts
     in_kernel = reduces_in_kernel(num_tokens, dim, score_before_experts=score_before_experts)
-    room = room or heap.room
+    # What is not saved lies in the same room for all layers, and does not change theirs.
+    room = (room if save else None) or heap.room
     epoch = heap.next_epoch()
     keeps_rows = save and not score_before_experts and not numerics.fast
     returned = heap.take_returned(keep=keeps_rows)
@@ -115,7 +116,7 @@ def forward_steps(
     scores_WMK = heap.region("scores").clone() if save and not score_before_experts else None
     yield
     while True:
-        room_rows = room.num_rows
+        room_rows = room.begin(num_tokens)
         up = launch_dispatch_gemm(
             x_TD,
             w1_LFD,

@@ -138,9 +138,8 @@ def test_each_step_of_a_recorded_forward_is_told() -> None:
 
     def body(heap: SymmetricHeap) -> list[list[int]]:
         told: list[list[int]] = []
-        for room in (None, 3):
-            if room is not None:
-                heap.room.num_rows = room
+        for room in (heap.layout.max_rows, 3):
+            heap.room.num_rows = room
             numbers: list[int] = []
             x, scores, *weights = leaves(batch, heap.rank)
             options: dict[str, Any] = {"heap": heap, "config": DEFAULT}
@@ -215,7 +214,7 @@ def test_the_layers_of_an_opened_backend_run(mode: str, layer: int, monkeypatch:
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("uniep.layer.reduces_in_kernel", lambda *_, **__: True)
     options = UniEP(tune=Tune(mode=mode, watch_calls=0))  # type: ignore[arg-type]
-    opened = open_backend("uniep", shape, max_tokens=12, ep_mesh=None, options=options)
+    opened = open_backend("uniep", shape, max_tokens=12, ep_mesh=None, options=options, score_before_experts=False)
     backend = opened.of_layer(layer)
 
     batch = draw_batch(shape, [torch.rand(12, 4).topk(2).indices], seed=1, exact=False)

@@ -9,8 +9,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.torch_version import TorchVersion
 
 from recipes import backend as backend_module
 from recipes.checks import check_config
@@ -510,9 +508,11 @@ def test_numerics_reach_the_layer_and_the_record(numerics, fast, monkeypatch):
     monkeypatch.setattr(backend_module.torch.cuda, "current_device", lambda: 0)
     shape = MoEShape(8, 2, 64, 64)
     options = UniEP(numerics=numerics, tune=Tune(mode="off"))
-    backend = backend_module.open_backend("uniep", shape, max_tokens=4, ep_mesh=None, options=options)
+    backend = backend_module.open_backend(
+        "uniep", shape, max_tokens=4, ep_mesh=None, options=options, score_before_experts=True, compiled=True
+    )
     backend.run()
-    assert given["numerics"] == Numerics(fast=fast)
+    assert given["numerics"] == Numerics(score_before_experts=True, compiled=True, fast=fast)
     assert backend.facts["numerics"] == numerics
 
 
@@ -620,30 +620,34 @@ def test_what_the_fused_kernels_need(arguments, env, expected, on_gpu, monkeypat
     assert expected in says("--uniep.backend=uniep", *arguments)
 
 
-RULE = 'with [uniep] backend = "uniep"'
-WITHOUT_FSDP = f"{RULE} where no FSDP casts the tokens"
-REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
-FP32, BF16_WEIGHTS = "--training.mixed_precision_param=float32", "--training.dtype=bfloat16"
+WITHOUT_FSDP = '[uniep] backend must be "auto", "reference" or "torchtitan" without FSDP'
 
 
 @pytest.mark.parametrize(
-    ("version", "arguments", "num_ranks", "expected"),
+    ("config", "arguments", "num_ranks", "expected"),
     [
-        ("2.11.0", [], 1, f'[training] dtype must be "bfloat16" {WITHOUT_FSDP}'),
-        ("2.11.0", [REPLICAS], 2, f'[training] dtype must be "bfloat16" {WITHOUT_FSDP}'),
-        ("2.11.0", [BF16_WEIGHTS, FP32], 1, f'[training] mixed_precision_param must be "bfloat16" {WITHOUT_FSDP}'),
-        ("2.11.0", [BF16_WEIGHTS], 1, None),
-        ("2.13.0", [BF16_WEIGHTS], 1, f"torch must be 2.11, whose autocast keeps bfloat16 norms, {WITHOUT_FSDP}"),
-        ("2.13.0", [FP32], 2, f'[training] mixed_precision_param must be "bfloat16" {RULE}, got "float32"'),
-        ("2.13.0", [], 2, None),
+        ("qwen3_debug", [], 2, None),
+        ("qwen3_debug", [], 1, WITHOUT_FSDP),
+        ("qwen3_debug", ["--training.dtype=bfloat16"], 1, WITHOUT_FSDP),
+        ("qwen3_debug", ["--parallelism.data_parallel_replicate_degree=2"], 2, WITHOUT_FSDP),
+        (
+            "qwen3_debug",
+            ["--training.mixed_precision_param=float32"],
+            2,
+            '[training] mixed_precision_param must be "bfloat16" with [uniep] backend = "uniep", got "float32"',
+        ),
+        (
+            "deepseek_v3_debug",
+            ["--parallelism.pipeline_parallel_degree=2"],
+            2,
+            '[training] dtype must be "bfloat16" with [uniep] backend = "uniep" in pipeline stages without FSDP',
+        ),
+        ("deepseek_v3_debug", ["--parallelism.pipeline_parallel_degree=2", "--training.dtype=bfloat16"], 2, None),
     ],
 )
-def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(
-    version, arguments, num_ranks, expected, on_gpu, monkeypatch
-):
+def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(config, arguments, num_ranks, expected, on_gpu):
     on_gpu()
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    options = {"config": "train_configs/qwen3_debug.toml", "num_ranks": num_ranks}
+    options = {"config": f"train_configs/{config}.toml", "num_ranks": num_ranks}
     arguments = ["--parallelism.expert_parallel_degree=1", *arguments]
     job = check(*arguments, **options)
     assert backend_module.resolve_backend(job, num_ranks) == ("reference" if expected else "uniep")
@@ -653,16 +657,29 @@ def test_auto_takes_the_reference_where_the_tokens_are_not_bf16(
         check("--uniep.backend=uniep", *arguments, **options)
 
 
-def test_autocast_makes_a_norm_fp32_but_with_torch_2_11():
-    """Why bf16 weights do not make bf16 tokens on one GPU."""
-    want = torch.bfloat16 if torch.__version__ < "2.12" else torch.float32
-    try:
-        torch.set_autocast_enabled("cuda", True)
-        with FakeTensorMode():
-            x, weight = (torch.empty(8, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            assert torch.nn.functional.rms_norm(x, (8,), weight).dtype == want
-    finally:
-        torch.set_autocast_enabled("cuda", False)
+@pytest.mark.parametrize("backend", ["uniep", "reference"])
+def test_no_block_of_ours_runs_beside_a_backward(backend, on_gpu):
+    on_gpu()
+    pipelined = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.expert_parallel_degree=2"]
+    pipelined += ["--parallelism.pipeline_parallel_schedule=DualPipeV", f"--uniep.backend={backend}"]
+    options = {"config": "train_configs/deepseek_v3_debug.toml", "num_ranks": 4}
+    assert says(*pipelined, **options).startswith(
+        "[parallelism] pipeline_parallel_expert_parallel_overlap must be false with pipeline_parallel_schedule = "
+        f'"DualPipeV" and [uniep] backend = "{backend}"'
+    )
+    check(*pipelined, "--parallelism.no-pipeline_parallel_expert_parallel_overlap", **options)
+
+
+def test_quantized_experts_are_stocks(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    text = says("--model.converters=quantize.grouped_mm.mx")
+    assert text.startswith("[model] converters must not quantize grouped_mm with [uniep] backend")
+
+
+def test_a_model_keeps_a_moe_layer():
+    config = {"config": "train_configs/deepseek_v3_cpu.toml"}
+    assert says("--model.n_layers=1", **config).startswith("[model] n_layers must be 2 to ")
+    check("--model.n_layers=2", **config)
 
 
 def tune_section(text: str, folder: Path) -> Path:

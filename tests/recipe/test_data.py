@@ -230,6 +230,15 @@ def test_text_file_without_text(tmp_path, text):
     assert "must hold text" in refused(tmp_path / "a.txt")
 
 
+def test_every_rank_has_a_text(tmp_path):
+    """Also more ranks than records are looked at in any case, and behind records without a text."""
+    records = [{"text": ""}] * 1000 + [{"text": "a text"}] * 1100
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+    check_data(job("local", path), 1100)
+    with pytest.raises(DataError, match=r"must hold a text for each of 1101 data-parallel ranks, got .* with 1100"):
+        check_data(job("local", path), 1101)
+
+
 def test_jsonl_without_text(tmp_path):
     assert "must hold text" in refused(write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": "  "}]))
 

@@ -92,6 +92,11 @@ def test_slurm_names_the_first_node(scontrol):
     assert find_nodes(slurm_env()) == Nodes(2, 1, "gpu07", 29500)
 
 
+def test_slurm_names_the_first_node_of_a_step(scontrol):
+    scontrol('[ "$1 $2 $3" = "show hostnames gpu08" ] && echo gpu08')
+    assert find_nodes(slurm_env(SLURM_STEP_NODELIST="gpu08")) == Nodes(2, 1, "gpu08", 29500)
+
+
 def test_slurm_without_scontrol_is_refused(no_scontrol):
     text = error_of(slurm_env())
     assert "scontrol is not found" in text

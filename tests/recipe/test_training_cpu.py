@@ -180,6 +180,19 @@ def test_no_checkpoint_is_kept_of_a_step_in_which_a_kernel_gave_up(tmp_path):
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["step-1", "step-2"]
 
 
+def test_pipeline_stages_train(tmp_path):
+    """The rank that records has the stage without experts; the records are of the whole model all the same."""
+    stages = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.expert_parallel_degree=1"]
+    stages += ["--parallelism.pipeline_parallel_last_stage_less_layers=2", "--model.n_layers=2"]
+    steps = train(tmp_path / "run", "--training.steps=2", *stages, config="deepseek_v3_cpu")
+    run = read_run(tmp_path / "run")
+    assert run["backend"]["ran"] == "reference"
+    assert {"layers.1.moe.experts.w1", "output.weight"} <= set(run["weights"]["fingerprints"])
+    load = steps[1]["expert_load"]
+    assert load["layers"] == [1]
+    assert [sum(tokens) for tokens in load["tokens_per_expert"]] == [steps[0]["tokens_seen"] * 2]
+
+
 def test_a_new_run_keeps_older_records_aside(tmp_path):
     first = train(tmp_path / "run", "--training.steps=3")
     train(tmp_path / "run", "--training.steps=2")

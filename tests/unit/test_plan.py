@@ -120,9 +120,9 @@ def test_layout_refuses_unaligned_rows(dim: int, hidden_dim: int, what: str) -> 
 
 def test_room_grows_at_once_and_shrinks_late() -> None:
     room = Room(HeapLayout(MoEShape(8, 2, 64, 64, 2), max_tokens=4096))
-    assert room.num_rows == 68 * 128  # 8192 rows and a sixteenth
+    assert room.begin(4096) == 68 * 128  # 8192 rows and a sixteenth
     room.follow(8704)
-    assert room.num_rows == 68 * 128
+    assert room.begin(100) == room.num_rows == 68 * 128
     room.follow(12000)
     assert room.num_rows == 100 * 128
     # Fewer rows now and then change nothing, only if no forward of many needed them.
@@ -142,6 +142,7 @@ def test_room_is_no_larger_than_the_layout() -> None:
     room.follow(layout.max_rows)
     assert room.num_rows == layout.max_rows == 2 * 8192
     empty = Room(layout)
+    assert empty.begin(0) == 1
     for _ in range(FORWARDS_BEFORE_SHRINKING):
         empty.follow(0)
     assert empty.num_rows == 1

@@ -15,8 +15,13 @@ class Room:
     def __init__(self, layout: HeapLayout) -> None:
         self._layout = layout
         self._most_rows = self._num_forwards = 0
-        # Until the first rows: those of balanced routing.
-        self.num_rows = self._with_spare(layout.max_tokens * layout.shape.top_k)
+        self.num_rows = 0
+
+    def begin(self, num_tokens: int) -> int:
+        """The rows to allocate for a forward of so many tokens: before the first, those of balanced routing."""
+        if not self.num_rows:
+            self.num_rows = self._with_spare(num_tokens * self._layout.shape.top_k)
+        return self.num_rows
 
     def follow(self, num_rows: int) -> None:
         """Takes note of the R rows of a forward; if they had no room, they have it from now on."""

@@ -82,7 +82,7 @@ class SymmetricHeap:
         self._close: Callable[[], None] | None = close
         self._epoch = 0
         self._free_returned = list(range(layout.num_kept, 0, -1))
-        self.room = Room(layout)  # of layers that have none of their own
+        self.room = Room(layout)  # of forwards that have none of their own
 
     def take_returned(self, *, keep: bool) -> ReturnedBuffer:
         """Where the rows of a launch come back: the working buffer, or if keep and one is free a kept one."""
