@@ -159,6 +159,8 @@ class RecipeMetrics(MetricsProcessor):
         self.device_memory_monitor.reset_peak_stats()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        for backend in self._routed:
+            backend.check()  # no loss of rows that never came
         super().log_validation(loss, step, extra_metrics)
         if self._wandb is not None:
             self._wandb.log({"validation_metrics/loss": loss, **(extra_metrics or {})}, step)

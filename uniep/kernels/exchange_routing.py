@@ -33,7 +33,7 @@ def _exchange_routing_kernel(
     num_routed,
     epoch,
     timeout_us,
-    returned_offset_bytes,
+    returned_offset_bytes: tl.int64,  # one binary for offsets on both sides of 2 GiB
     ids_offset_bytes,
     scores_offset_bytes,
     offsets_offset_bytes,

@@ -95,7 +95,7 @@ def _gemm_combine_kernel(
     timeout_us,
     room_rows,
     num_combine,
-    returned_offset_bytes,
+    returned_offset_bytes: tl.int64,  # one binary for offsets on both sides of 2 GiB
     offsets_offset_bytes,
     flags_offset_bytes,
     score_grads_offset_bytes,

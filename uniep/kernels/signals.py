@@ -189,7 +189,7 @@ def wait_flags(
         start_ns = now_ns()
         while num_missing > 0:
             missing = mask & (load_acquire(ptr, mask, SYSTEM) < epoch)
-            # The clock joins the reduction, so that all threads leave the loop in the same turn.
+            # The clock joins the reduction: a thread that gave up alone would leave others in the loop.
             num_missing = tl.max((missing & _may_go_on(start_ns, timeout_us, watch)).to(tl.int32), 0)
         blamed = tl.max(tl.where(missing, whom, -1), 0)
         if blamed >= 0:
