@@ -136,6 +136,18 @@ def test_wandb_runs_offline_and_holds_tokens_per_day(launched):
     assert read_run_ids(file)[0] == read_run(folder)["run_id"]
 
 
+def test_wandb_gets_the_loss_of_validations(tmp_path):
+    args = ["--training.steps=2", "--validation.enable", "--validation.dataset=stdlib", "--validation.freq=2"]
+    args += ["--validation.steps=1", "--validation.seq_len=64", "--validation.local_batch_size=4"]
+    done = launch(tmp_path / "run", *args, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    name = "validation_metrics/loss"
+    losses = {row["step"]: row[name] for row in read_history(file) if name in row}
+    assert losses.keys() == {1, 2}
+    assert all(6.0 < loss < 9.0 for loss in losses.values())
+
+
 def test_resumed_equals_uninterrupted(uninterrupted, tmp_path, capsys):
     """Checkpoint at step 3, records to step 5, and then again: as after a crash in step 6."""
     folder = tmp_path / "resumed"
