@@ -50,7 +50,7 @@ def test_recorded_step(tmp_path: Path) -> None:
     folder, logs = tmp_path / "run", tmp_path / "logs"
     args = [f"--job.config_file={ROOT}/train_configs/qwen3_cpu.toml", f"--model.hf_assets_path={TOKENIZER}"]
     args += [f"--job.dump_folder={folder}", "--metrics.no_enable_wandb", "--training.mixed_precision_param=bfloat16"]
-    args += [*SMALL, "--uniep.timeline_steps", "1"]
+    args += [*SMALL, "--uniep.timeline_steps", "1", "--uniep.tune.mode", "off"]
     with tempfile.TemporaryDirectory(prefix="uniep-", dir="/dev/shm") as shared:
         run_ranks(train_interpreted, args, shared, num_ranks=2, logs=logs)
 
