@@ -65,8 +65,7 @@ def build_parallelize_fn(stock_parallelize: ParallelizeFn, ac_save_ops: set[torc
             num_layers_waiting=_num_layers_waiting(model, job_config),
             compiled=compiles_model(job_config),
         )
-        # Each of its layers holds a part of it.
-        object.__setattr__(model, "_routed_backend", routed)
+        model._routed_backend = routed  # type: ignore[assignment]
         with_experts = [block for block in _blocks(model) if block.moe_enabled]
         for number, block in enumerate(with_experts):
             block.moe = UniEPMoE(block.moe, routed.of_layer(number), ep_mesh=ep_mesh)
