@@ -104,8 +104,7 @@ def forward_steps(
     w1_LFD, w2_LDF, w3_LFD = (_for_kernels(weight) for weight in (w1_LFD, w2_LDF, w3_LFD))
     score_before_experts = numerics.score_before_experts
     in_kernel = reduces_in_kernel(num_tokens, dim, score_before_experts=score_before_experts)
-    # What is not saved lies in the same room for all layers, and does not change theirs.
-    room = (room if save else None) or heap.room
+    room = room or heap.room
     epoch = heap.next_epoch()
     keeps_rows = save and not score_before_experts and not numerics.fast
     returned = heap.take_returned(keep=keeps_rows)
@@ -412,7 +411,8 @@ def fused_moe(
         heap: open, of the layer's shape; shared by all layers of that shape.
         config: how the kernels share the GPU.
         numerics: as the model's stock block has them; or fast.
-        room: the layer's, which follows its routing from forward to forward; the heap's if it has none.
+        room: the layer's, which follows its routing from forward to forward; the heap's if it has none, and for
+            forwards that autograd does not record: they keep no rows, and validation's may be many more.
         timeline: records every task of this layer while it is recording, and changes no bit.
         on_step: for timing, called with a number of FORWARD_STEPS before each step of a forward that autograd records.
             Where rows had no room, there are more steps.
@@ -421,7 +421,7 @@ def fused_moe(
     options = {"heap": heap, "config": config, "numerics": numerics, "timeline": timeline}
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _FusedMoE.apply(*tensors, room, on_step, options)
-    return fused_forward(*tensors, room=room, **options)
+    return fused_forward(*tensors, **options)
 
 
 def _for_kernels(weight: Tensor) -> Tensor:

@@ -220,6 +220,8 @@ def test_the_layers_of_an_opened_backend_run(mode: str, layer: int, monkeypatch:
     batch = draw_batch(shape, [torch.rand(12, 4).topk(2).indices], seed=1, exact=False)
     inputs = (batch.x[0], batch.scores[0], batch.expert_ids[0], *batch.weights(0))
     assert torch.equal(backend.run(*inputs), fused_moe(*inputs, heap=heaps[0], config=DEFAULT))
+    # Autograd does not record it: the layer's own room is as it was.
+    assert backend.run.keywords["room"].num_rows == 0  # type: ignore[attr-defined]
     assert opened.layout == heaps[0].layout
     assert opened.symmetric_gib == 0.0, "one rank's is torch's own memory, which is counted already"
     assert opened.start_up.keys() == ({"tuner_chose", "tuner_compiled"} if mode == "model" else set())
